@@ -1,0 +1,25 @@
+"""`python -m keras_sn.benchmarks depth | step | paper`: each module has its own `--help`."""
+
+import argparse
+import importlib
+import sys
+
+BENCHMARKS = {
+    "depth": "the deepest ResNet that trains under a memory cap, plain TensorFlow and every policy",
+    "step": "memory and speed of a training step, side by side",
+    "paper": "the published numbers of SuperNeurons, beside ours",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Runs one benchmark; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m keras_sn.benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{" + ",".join(BENCHMARKS) + "}")
+    for name, purpose in BENCHMARKS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
+    chosen, rest = parser.parse_known_args(argv)
+    return importlib.import_module(f"keras_sn.benchmarks.{chosen.benchmark}").main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

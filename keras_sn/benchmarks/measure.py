@@ -1,0 +1,219 @@
+"""One configuration, measured in a process of its own: `run(configuration)` starts it and returns its row.
+
+The worker (`python -m keras_sn.benchmarks.measure '{"engine": …}'`) builds a ResNet, caps the memory, runs real training
+steps on random images through `train_on_batch`, and prints one line of JSON.
+
+Note: [Memory]
+On a GPU the cap is a logical device of that size, `peak_bytes` the allocator's peak since the start of the process, and a
+network fits if nothing ran out of memory.
+Without a GPU, `peak_bytes` is the process's peak resident memory in the second and later training steps, above the level
+right before each of them, and a network fits if that is at most the cap. Between two steps everything that stays exists
+(weights, optimizer slots, traced graphs, compiled code) and no activation does, so that level is the resting level, and it
+means the same for every engine. The first step does not count: tracing and compiling would be taken for activations.
+Freed memory must really leave the process for this to hold. So the worker runs without the pool that TensorFlow's oneDNN
+build keeps (`TF_ONEDNN_USE_SYSTEM_ALLOCATOR`), tensors of 64 KiB and more have pages of their own
+(`MALLOC_MMAP_THRESHOLD_`), and the rest is trimmed before each step. Checked on ResNet-50 at 128 pixels: 103 MiB where
+TensorFlow's own statistics say 100. This costs time, so the speed of a CPU is measured without it (`purpose="speed"`).
+"""
+
+import ctypes
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sn
+from keras_sn import device
+from keras_sn.benchmarks import networks
+
+_PACKAGE = Path(keras_sn.__file__).parent
+_MEMORY_ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
+
+Row = dict[str, Any]
+"""A `Configuration`, what was measured, and where; see `measure`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What one process measures."""
+
+    engine: str
+    """`"keras-graph"`, `"keras-xla"`, or a policy of `SNModel`, with `"-xla"` where its regions are compiled."""
+    blocks: tuple[int, int, int, int]
+    batch_size: int
+    image_size: int
+    width: int
+    classes: int = 10
+    dtype: str = "float32"
+    memory_bytes: int | None = None
+    """The cap."""
+    steps: int = 2
+    """Training steps, at least two: the first is traced and compiled."""
+    purpose: str = "memory"
+    """`"memory"` or, without a GPU, `"speed"`. See Note: [Memory]."""
+
+    @property
+    def depth(self) -> int:
+        return networks.depth(*self.blocks)
+
+
+def run(configuration: Configuration, timeout: float | None = None) -> Row:
+    """Measures a configuration in a process of its own.
+
+    Args:
+        configuration: What to measure.
+        timeout: Seconds after which the process is killed and the network counts as one that does not train.
+
+    Returns:
+        The worker's row. Where it could not be measured, `fits` is None and `reason` says why.
+    """
+    command = [sys.executable, "-m", "keras_sn.benchmarks.measure", json.dumps(asdict(configuration))]
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    if configuration.purpose == "memory":
+        environment |= _MEMORY_ENVIRONMENT
+    row = asdict(configuration) | {"depth": configuration.depth, "fits": None, "peak_bytes": None}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return row | {"fits": False, "reason": f"not done after {timeout:.0f} seconds"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    if done.returncode == -9:
+        return row | {"fits": False, "reason": "killed: the machine ran out of memory"}
+    return row | {"reason": "\n".join(done.stderr.splitlines()[-3:]) or f"exit status {done.returncode}"}
+
+
+def measure(configuration: Configuration) -> Row:
+    """Runs in the worker: builds the model and trains it.
+
+    Returns:
+        The configuration with `depth`, `fits`, `reason` (why it does not fit), `peak_bytes`, `resting_bytes`,
+        `planned_peak_bytes`, `seconds_per_step` (median of the steps after the first), `first_step_seconds`, `losses`,
+        `device`, `cpus`, `versions` and `commit`.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus and configuration.memory_bytes is not None:
+        device.configure_gpu(memory_limit=configuration.memory_bytes)
+    row = asdict(configuration) | {"depth": configuration.depth, "fits": False, "reason": ""} | provenance()
+    try:
+        model = _build(configuration)
+        row |= _train(model, configuration)
+    except (tf.errors.OpError, keras_sn.BudgetError, MemoryError) as error:
+        text = str(error)
+        if isinstance(error, tf.errors.OpError) and not _is_out_of_memory(text):
+            raise
+        return row | {"reason": text.splitlines()[0] if text else type(error).__name__, "peak_bytes": None}
+    if gpus:
+        row["peak_bytes"] = device.measured_peak_bytes()
+    plan = getattr(model, "plan", None)
+    row["planned_peak_bytes"] = plan.planned_peak_bytes if plan else None
+    cap_bytes = configuration.memory_bytes
+    row["fits"] = bool(gpus) or cap_bytes is None or row["peak_bytes"] <= cap_bytes
+    return row
+
+
+def _is_out_of_memory(text: str) -> bool:
+    return any(sign in text.lower() for sign in ("out of memory", "resource_exhausted", "oom when allocating"))
+
+
+def _build(configuration: Configuration) -> keras.Model:
+    """The compiled model, with all its variables."""
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(configuration.dtype)
+    is_xla = configuration.engine.endswith("-xla")
+    model_arguments: dict[str, Any] = {}
+    if not configuration.engine.startswith("keras-"):
+        policy = configuration.engine.removesuffix("-xla")
+        budget_bytes = configuration.memory_bytes if policy == "auto" else None
+        model_arguments = {"model_class": keras_sn.SNModel, "policy": policy, "memory_budget": budget_bytes}
+    model = networks.resnet(
+        *configuration.blocks,
+        image_size=configuration.image_size,
+        classes=configuration.classes,
+        width=configuration.width,
+        **model_arguments,
+    )
+    model.compile(
+        optimizer=keras.optimizers.SGD(learning_rate=0.01, momentum=0.9),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=is_xla,
+    )
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _train(model: keras.Model, configuration: Configuration) -> Row:
+    random = np.random.default_rng(0)
+    shape = (configuration.batch_size, configuration.image_size, configuration.image_size, 3)
+    images = tf.constant(random.normal(size=shape), dtype="float32")
+    labels = tf.constant(random.integers(configuration.classes, size=configuration.batch_size))
+    losses, seconds, residents = [], [], []
+    for _ in range(configuration.steps):
+        if configuration.purpose == "memory":
+            _give_memory_back()
+        with device.ResidentPeak() as resident:
+            start = time.perf_counter()
+            losses.append(float(model.train_on_batch(images, labels, return_dict=True)["loss"]))
+            seconds.append(time.perf_counter() - start)
+        residents.append(resident)
+    highest = max(residents[1:], key=lambda resident: resident.peak_bytes)
+    return {
+        "peak_bytes": highest.peak_bytes,
+        "resting_bytes": highest.resting_bytes,
+        "seconds_per_step": median(seconds[1:]),
+        "first_step_seconds": seconds[0],
+        "losses": losses,
+    }
+
+
+def _give_memory_back() -> None:
+    """Frees what nobody needs and returns it to the operating system, where the C library can (glibc)."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def provenance() -> Row:
+    """Where a figure comes from: device, versions and commit."""
+    gpus = tf.config.list_physical_devices("GPU")
+    name = tf.config.experimental.get_device_details(gpus[0]).get("device_name") if gpus else _cpu_name()
+    versions = {"keras_sn": keras_sn.__version__, "keras": keras.__version__, "tensorflow": tf.__version__}
+    versions["python"] = platform.python_version()
+    git = ["git", "-C", str(_PACKAGE), "rev-parse", "--verify", "HEAD"]
+    commit = None
+    with suppress(OSError, subprocess.SubprocessError):
+        commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return {"device": name, "cpus": os.cpu_count(), "versions": versions, "commit": commit}
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def main(argv: list[str]) -> int:
+    # Keras finds the layers of a model by recursion, which ends at about 1,000 layers with Python's default limit.
+    sys.setrecursionlimit(1_000_000)
+    print(json.dumps(measure(Configuration(**json.loads(argv[0])))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""What the planner knows of a model: layer calls and the tensors between them. Plain data, no Keras, no TensorFlow.
+
+A `LayerGraph` is made by `keras_sn.trace` from a Keras model and read by everything that decides. Layer calls stand in
+an order in which each comes after the producers of its inputs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from keras_sn.errors import PlanError
+
+DTYPE_BYTES = {"bool": 1, "string": 0, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+DTYPE_BYTES |= {f"{kind}{bits}": bits // 8 for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
+DTYPE_BYTES |= {"complex64": 8, "complex128": 16, "int4": 1, "uint4": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor between layer calls."""
+
+    name: str
+    shape: tuple[int, ...]
+    """With the batch axis; every axis known."""
+    dtype: str
+    kind: str = "activation"
+    """`"input"` (fed by the user; nobody can free or recompute it) or `"activation"`."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_differentiable(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat", "half", "complex"))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of a layer or operation."""
+
+    name: str
+    layer_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saved_for_backward: tuple[str, ...] = ()
+    """Which of its own inputs and outputs the backward step reads."""
+    flops: int = 0
+    """Floating-point operations of the forward step; the backward step of a layer with weights does about twice as many."""
+    workspace_bytes: int = 0
+    """Scratch memory during the call, in bytes."""
+    is_costly: bool = False
+    """Convolutions, dense layers, attention: what SuperNeurons keeps (section 3.4) because recomputing it is dear."""
+    internal_bytes: int = 0
+    """What the layer itself holds for its backward step beyond its inputs and outputs, in bytes, outside XLA."""
+    weight_bytes: int = 0
+    """Its trainable weights, in bytes; a shared layer counts them at its first call."""
+    gradient_in_place: bool = False
+    """The gradient of the input overwrites the gradient of the output (activations, LRN and softmax in the paper)."""
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """Layer calls in execution order, and the tensors that they read and write."""
+
+    layers: tuple[LayerCall, ...]
+    tensors: Mapping[str, TensorSpec]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __post_init__(self):
+        known = set(self.inputs)
+        names = set()
+        for layer in self.layers:
+            if layer.name in names:
+                raise PlanError(f"Two layer calls have one name. Received: {layer.name!r}")
+            names.add(layer.name)
+            for tensor in layer.inputs:
+                if tensor not in known:
+                    raise PlanError(f"Layer call {layer.name!r} reads a tensor that nothing before it makes. Received: {tensor!r}")
+            known.update(layer.outputs)
+        for tensor in (*known, *self.outputs):
+            if tensor not in known or tensor not in self.tensors:
+                raise PlanError(f"A tensor is produced by no layer call or has no specification. Received: {tensor!r}")
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Layer call name -> its place in the execution order."""
+        return {layer.name: index for index, layer in enumerate(self.layers)}
+
+    @cached_property
+    def producer(self) -> dict[str, int]:
+        """Tensor name -> the position of the layer call that makes it; graph inputs are missing."""
+        return {tensor: index for index, layer in enumerate(self.layers) for tensor in layer.outputs}
+
+    @cached_property
+    def last_use(self) -> dict[str, int]:
+        """Tensor name -> the position of its last reader; `len(layers)` for graph outputs; missing if nobody reads it."""
+        uses = {tensor: index for index, layer in enumerate(self.layers) for tensor in layer.inputs}
+        return uses | {tensor: len(self.layers) for tensor in self.outputs}
+
+    def nbytes(self, *tensors: str) -> int:
+        """Bytes of the given tensors together."""
+        return sum(self.tensors[tensor].nbytes for tensor in tensors)

@@ -1,0 +1,161 @@
+"""The private Keras and TensorFlow names that keras_sn needs, all of them, each with the reason why no public name serves.
+
+`tests/test_keras_internals.py` fails when one of them changes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from keras.src import backend
+from keras.src.backend.common import global_state
+from keras.src.layers.layer import CallContext
+from keras.src.models.functional import Functional as Functional
+from keras.src.models.sequential import Sequential
+from tensorflow.python.eager import record
+
+
+def nodes_in_execution_order(model: keras.Model) -> list[Any]:
+    """The nodes of a functional model in the order in which Keras runs them, without its inputs.
+
+    `clone_model(call_function=)` would show the same through public names, but it calls every layer again (milliseconds
+    each), adds inbound nodes to the user's layers, and recurses.
+    """
+    by_depth = functional_part(model)._nodes_by_depth
+    return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if not node.is_input]
+
+
+def functional_part(model: keras.Model) -> Any:
+    """The functional graph of a functional or built Sequential model, else None."""
+    if isinstance(model, Sequential):
+        return model._functional
+    return model if isinstance(model, Functional) else None
+
+
+def runs_its_graph(model: keras.Model) -> bool:
+    """Whether calling the model means running its graph and nothing else: neither `call` nor `__call__` is its user's."""
+    known = {"keras", "keras_sn"}
+    return all(getattr(type(model), name).__module__.partition(".")[0] in known for name in ("call", "__call__"))
+
+
+def standardize_inputs(model: Any, inputs: Any) -> list[Any]:
+    """What `Functional.call` does with its inputs before it runs the graph: structure, dtypes, ranks, masks."""
+    return model._standardize_inputs(inputs)
+
+
+def get_mask(tensor: Any) -> Any:
+    """The Keras mask attached to a tensor, or None. Keras has no public way to read or attach one outside a layer."""
+    return backend.get_keras_mask(tensor)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    backend.set_keras_mask(tensor, mask)
+
+
+def in_stateless_scope() -> bool:
+    return backend.in_stateless_scope()
+
+
+@contextmanager
+def call_context(dtype: str | None) -> Iterator[None]:
+    """What surrounds the layer calls inside `Model.__call__`: `training=True`, autocast, and an entry layer.
+
+    Without an entry layer each layer that is called takes itself for one and clears the losses that it just added.
+    """
+    previous = global_state.get_global_attribute("current_call_ctx")
+    context = CallContext(entry_layer=None)
+    context.set_value("training", True)
+    global_state.set_global_attribute("current_call_ctx", context)
+    try:
+        with backend.AutocastScope(dtype):
+            yield
+    finally:
+        global_state.set_global_attribute("current_call_ctx", previous)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Inside, `variable.value` is the variable's own value also while a mixed-precision model is being called."""
+    with backend.AutocastScope(None):
+        yield
+
+
+def sublayers(layer: Any) -> list[Any]:
+    """The layer and all layers inside it, in the order in which `Layer.losses` adds them up."""
+    return layer._flatten_layers() if isinstance(layer, keras.Layer) else []
+
+
+def owner_of_loss(layers: Sequence[Any], loss: Any) -> int:
+    """Which of `layers` called `add_loss(loss)` inside a `StatelessScope`; Keras keeps only the identity of the loss."""
+    return next((index for index, layer in enumerate(layers) if id(loss) in layer._loss_ids), 0)
+
+
+def updated_variable_ids(scope: keras.StatelessScope) -> set[int]:
+    """The ids of all variables that the scope holds a value for, to find updates of variables that no layer owns."""
+    return set(scope.state_mapping)
+
+
+def stop_recording() -> Any:
+    """No gradient tape records inside. `GradientTape.stop_recording` needs the tape, which is the caller's."""
+    return record.stop_recording()
+
+
+def is_recorded(tensor: Any) -> bool:
+    """Whether an active tape would record an operation on the tensor, that is, may ask for its gradient."""
+    return bool(record.should_record_backprop([tensor]))
+
+
+@contextmanager
+def replaced_update(optimizer: Any, update: Callable[[list[Any], list[Any], Any], None]) -> Iterator[None]:
+    """Inside, `optimizer.apply` hands all its gradients to `update(gradients, variables, learning_rate)` at once.
+
+    Everything around it (filtering, clipping, unscaling, accumulation, moving averages, constraints, the iteration count) stays
+    Keras' own; weight decay is left to `update`.
+    """
+    replaced = {"_backend_update_step": update, "_apply_weight_decay": lambda variables: None}
+    vars(optimizer).update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del vars(optimizer)[name]
+
+
+def decays(optimizer: Any, variable: keras.Variable) -> bool:
+    return bool(optimizer.weight_decay is not None and optimizer._use_weight_decay(variable))
+
+
+def slot_lists(optimizer: Any) -> dict[str, list[Any]]:
+    """The optimizer's slot variables, one list for each kind by the attribute that holds it, in the order of its variables."""
+    count = len(optimizer._trainable_variables)
+    others = {"_trainable_variables", "_variables", "_model_variables_moving_average", "_accumulated_gradients"}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in others
+        and isinstance(value, list)
+        and len(value) == count
+        and all(isinstance(slot, keras.Variable) for slot in value)
+    }
+
+
+def place_in_optimizer(optimizer: Any, variable: keras.Variable) -> int:
+    return optimizer._get_variable_index(variable)
+
+
+def optimizer_on(optimizer: Any, variables: Sequence[Any], slots: dict[str, list[Any]], iterations: Any) -> Any:
+    """A copy of the optimizer whose `update_step` works on the given variables, slots and iteration count."""
+    twin = object.__new__(type(optimizer))  # `copy.copy` would pickle the optimizer
+    vars(twin).update(vars(optimizer))
+    places = {id(variable): place for place, variable in enumerate(variables)}
+    vars(twin).update(slots)
+    # The count is already divided by the accumulation steps.
+    vars(twin).update(_iterations=iterations, gradient_accumulation_steps=None, _get_variable_index=lambda variable: places[id(variable)])
+    return twin
+
+
+def build_optimizer(optimizer: Any, variables: list[keras.Variable]) -> None:
+    """Creates the slots before the train step is traced; TensorFlow traces a function that creates variables twice."""
+    if not optimizer.built:
+        optimizer.build(variables)

@@ -1,0 +1,228 @@
+"""Regions as pure functions: `(inputs, weights, state) -> (outputs, new state, losses)`, compiled once per structure.
+
+State (moving statistics, seed states, metrics inside layers) goes in as values and comes out as values, so running a region
+again gives the same numbers and changes nothing. Forward and backward are two functions that are never inlined: TensorFlow
+can neither merge a recomputation with the forward pass nor start it early. Regions of equal structure share them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_sn import keras_internals
+from keras_sn.errors import UnsupportedModelError
+from keras_sn.structure import structure_of
+from keras_sn.trace import ModelTrace, TracedCall
+
+EAGER, FUNCTION, XLA = "eager", "function", "xla"
+
+
+class RegionResult(NamedTuple):
+    """What a region returns; all lists are aligned with the region's own lists, with None where there is nothing."""
+
+    outputs: list[Any]
+    masks: list[Any]
+    new_state: list[Any]
+    """None for state that the region did not update."""
+    losses: list[Any]
+    saved: list[Any]
+    """The layer outputs inside the region that its backward pass wants."""
+
+
+@dataclass(frozen=True, eq=False)
+class RegionBody:
+    """The layer calls of one region with the variables and tensors that they use."""
+
+    calls: tuple[TracedCall, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saved_inside: tuple[str, ...]
+    read_later: frozenset[str]
+    """Those of its inputs that later regions read, or that the model returns."""
+    autocast_dtype: str | None
+    """The model's compute dtype if it differs from its variables', else None."""
+
+    @cached_property
+    def variables(self) -> list[keras.Variable]:
+        found = {}
+        for call in self.calls:
+            in_arguments = keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
+            own = getattr(call.operation, "variables", [])
+            found |= {id(v): v for v in [*own, *in_arguments] if isinstance(v, keras.Variable)}
+        return list(found.values())
+
+    @cached_property
+    def trainable(self) -> list[keras.Variable]:
+        return [variable for variable in self.variables if variable.trainable]
+
+    @cached_property
+    def state(self) -> list[keras.Variable]:
+        return [variable for variable in self.variables if not variable.trainable]
+
+    @cached_property
+    def layers(self) -> list[Any]:
+        """All layers inside, each once, in the order of the calls."""
+        found = {id(layer): layer for call in self.calls for layer in keras_internals.sublayers(call.operation)}
+        return list(found.values())
+
+    def describe(self) -> str:
+        names = [call.name for call in self.calls]
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+@tf.custom_gradient
+def _substitute(computed, saved):
+    """The saved value in place of the computed one, whose computation nothing then needs; gradients pass as if computed."""
+
+    def gradient(upstream):
+        return upstream, None
+
+    return tf.identity(saved), gradient
+
+
+class RegionFunction:
+    """The functions of all regions of one structure."""
+
+    def __init__(self, body: RegionBody, mode: str):
+        self.body = body
+        self.mode = mode
+        self.loss_owners: list[int] = []
+        """For each loss the place of the layer that added it in `body.layers`."""
+        self.forward, self.backward = self._compiled(self._forward), self._compiled(self._backward)
+
+    def _compiled(self, function: Any) -> Any:
+        if self.mode == EAGER:
+            return function
+        if self.mode == XLA:
+            return tf.function(function, autograph=False, jit_compile=True)
+        return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+
+    def _forward(self, inputs, masks, trainable, state) -> RegionResult:
+        return self._pure(inputs, masks, trainable, state, saved=None)
+
+    def _backward(self, inputs, masks, saved, trainable, state, output_gradients, loss_gradients, wanted, seeds):
+        """Gradients for the inputs marked in `wanted` and for all trainable values; None where nothing connects.
+
+        Gradients of outputs are None where the loss does not depend on them. `seeds` are the gradients that the wanted inputs
+        have from later regions, or None; this region's contributions are added to them.
+        """
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            sources = [x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
+            tape.watch(sources)
+            tape.watch(trainable)
+            result = self._pure(inputs, masks, trainable, state, saved)
+            differentiated = [y for y in result.outputs if y.dtype.is_floating or y.dtype.is_complex]
+            if result.losses:
+                differentiated = [_late(y) for y in differentiated]
+        differentiated += [*result.losses, *sources]
+        pairs = zip(differentiated, [*output_gradients, *loss_gradients, *seeds], strict=True)
+        targets = [(target, gradient) for target, gradient in pairs if gradient is not None]
+        return tape.gradient(
+            [target for target, _ in targets], [sources, trainable], output_gradients=[gradient for _, gradient in targets]
+        )
+
+    def _pure(self, inputs, masks, trainable, state, saved) -> RegionResult:
+        body = self.body
+        tensors = dict(zip(body.inputs, inputs, strict=True))
+        for x, mask in zip(inputs, masks, strict=True):
+            if mask is not None:
+                keras_internals.set_mask(x, mask)
+        substitutes = {} if saved is None else dict(zip(body.saved_inside, saved, strict=True))
+        mapping = list(zip([*body.trainable, *body.state], [*trainable, *state], strict=True))
+        with keras_internals.without_autocast():  # else the scope would cast the values
+            scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+        with keras_internals.call_context(body.autocast_dtype), scope:
+            for call in body.calls:
+                for name, tensor in zip(call.outputs, call.run(tensors), strict=True):
+                    tensors[name] = _with_saved_value(tensor, substitutes[name]) if name in substitutes else tensor
+            new_state = [_if_updated(scope.get_current_value(v), old) for v, old in zip(body.state, state, strict=True)]
+        self._check_no_foreign_updates(scope)
+        losses = list(scope.losses)
+        self.loss_owners = [keras_internals.owner_of_loss(body.layers, loss) for loss in losses]
+        outputs = [tensors[name] for name in body.outputs]
+        return RegionResult(
+            outputs,
+            [keras_internals.get_mask(y) for y in outputs],
+            new_state,
+            [tf.convert_to_tensor(loss) for loss in losses],
+            [tensors[name] for name in body.saved_inside],
+        )
+
+    def _check_no_foreign_updates(self, scope: keras.StatelessScope) -> None:
+        if keras_internals.updated_variable_ids(scope) - {id(variable) for variable in self.body.variables}:
+            raise UnsupportedModelError(
+                "A layer updates a variable that it does not own (for example an unseeded `keras.random` call, which uses the "
+                "global seed). Make the variable or a `keras.random.SeedGenerator` an attribute of the layer. "
+                f"Received: layer calls {self.body.describe()!r}"
+            )
+
+
+def _with_saved_value(computed: Any, saved: Any) -> Any:
+    value = _substitute(computed, saved)
+    keras_internals.set_mask(value, keras_internals.get_mask(computed))
+    return value
+
+
+def _late(tensor: Any) -> Any:
+    """The tensor behind a chain of identities, all of which the compiler removes.
+
+    The tape adds gradients up in the order of their distance from what is differentiated. In Keras a loss that a layer adds is
+    near, and the model's own loss, behind all later layers, is far; the chain makes it so here, and the sums round alike.
+    """
+    for _ in range(64):
+        tensor = tf.identity(tensor)
+    return tensor
+
+
+def _if_updated(new: Any, old: Any) -> Any:
+    return None if new is old else new
+
+
+class RegionLibrary:
+    """Region functions by structure: equal regions get the same one."""
+
+    def __init__(self, trace: ModelTrace):
+        self._trace = trace
+        self._by_structure: dict[Any, RegionFunction] = {}
+
+    def function_for(self, body: RegionBody, mode: str, *, jit: bool, inline: bool) -> RegionFunction:
+        """The functions to run a region with.
+
+        Args:
+            body: The region.
+            mode: `"eager"`, or `"function"` for compiled functions.
+            jit: Compile with XLA where all layers of the region allow it.
+            inline: Without XLA, run the layers in the graph around the region, as Keras does: nothing is recomputed.
+        """
+        if mode != EAGER and jit and all(getattr(layer, "supports_jit", True) for layer in body.layers):
+            mode = XLA
+        elif inline:
+            mode = EAGER
+        specs = self._trace.graph.tensors
+        structure = structure_of(body.calls, [specs[name] for name in body.inputs], (*body.outputs, *body.saved_inside))
+        key = (mode, structure if structure is not None else id(body), len(body.outputs), body.autocast_dtype)
+        if key not in self._by_structure:
+            self._by_structure[key] = RegionFunction(body, mode)
+        return self._by_structure[key]
+
+    def __len__(self) -> int:
+        return len(self._by_structure)
+
+
+def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str | None) -> list[RegionBody]:
+    """The bodies of a plan's regions: what each reads from outside, and what it makes that others read."""
+    graph, bodies = trace.graph, []
+    for region in regions:
+        calls = trace.calls_named(region.layers)
+        made = {name for call in calls for name in call.outputs}
+        inputs = dict.fromkeys(name for call in calls for name in call.inputs if name not in made)
+        end = graph.position[region.layers[-1]]
+        outputs = [name for call in calls for name in call.outputs if graph.last_use.get(name, -1) > end]
+        saved = tuple(one.tensor for one in region.saved if one.tensor in made)
+        read_later = frozenset(name for name in inputs if graph.last_use[name] > end)
+        bodies.append(RegionBody(calls, tuple(inputs), tuple(outputs), saved, read_later, autocast_dtype))
+    return bodies

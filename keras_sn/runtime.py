@@ -1,0 +1,245 @@
+"""A plan, run in TensorFlow: one custom gradient for each region, driven by an ordinary `tf.GradientTape`.
+
+A region's gradient brings back what the forward pass saved and runs the region's backward function, which recomputes what was not
+saved. Nothing is decided here: the plan says which tensors are saved, in which tier, and when each comes back.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_sn import keras_internals
+from keras_sn.plan import DEVICE, Plan, Region
+from keras_sn.pool import TIERS
+from keras_sn.regions import EAGER, FUNCTION, RegionBody, RegionFunction, RegionLibrary, make_bodies
+from keras_sn.trace import ModelTrace
+
+
+@dataclass
+class _Pass:
+    """One forward pass and the backward pass that belongs to it."""
+
+    tensors: dict[str, Any]
+    mode: str
+    state: dict[int, Any] = field(default_factory=dict)
+    """The id of a state variable -> its value so far in this pass."""
+    updated: dict[int, tuple[keras.Variable, Any]] = field(default_factory=dict)
+    losses: list[tuple[Any, Any]] = field(default_factory=list)
+    """Losses with the layers that added them."""
+    connected: set[str] = field(default_factory=set)
+    """Tensors whose gradient is real. `tf.custom_gradient` fills in zeros for the others, where Keras has None."""
+    started: dict[int, Any] = field(default_factory=dict)
+    """Region -> a tensor that exists once its backward pass can start."""
+
+    def mark(self, name: str, tensor: Any) -> Any:
+        """The tensor, in a form that notes the arrival of its gradient."""
+        if not _is_float(tensor):
+            return tensor
+
+        @tf.custom_gradient
+        def noted(x):
+            def gradient(upstream):
+                self.connected.add(name)
+                return upstream
+
+            return tf.identity(x), gradient
+
+        marked = noted(tensor)
+        keras_internals.set_mask(marked, keras_internals.get_mask(tensor))
+        return marked
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a forward pass leaves for the model to hand on."""
+
+    outputs: list[Any]
+    losses: list[tuple[Any, Any]]
+    """`(layer, loss)`, for `layer.add_loss(loss)`."""
+    state_updates: list[tuple[keras.Variable, Any]]
+
+
+class PlanExecutor:
+    """Runs the forward pass of a model by a plan, and prepares its backward pass.
+
+    Args:
+        trace: The model's layer calls.
+        plan: A plan with regions.
+        jit: Compile each region with XLA where its layers allow it.
+        autocast_dtype: The model's compute dtype if it differs from its variables', else None.
+    """
+
+    def __init__(self, trace: ModelTrace, plan: Plan, *, jit: bool, autocast_dtype: str | None):
+        self.trace, self.plan, self.jit = trace, plan, jit
+        self.bodies = make_bodies(trace, plan.regions, autocast_dtype)
+        self.library = RegionLibrary(trace)
+        self._functions: dict[str, list[RegionFunction]] = {}
+
+    def run(self, inputs: Sequence[Any]) -> PassResult:
+        """Runs the regions in order.
+
+        Args:
+            inputs: One tensor for each graph input, with its Keras mask attached, or None for a missing optional one.
+
+        Returns:
+            The outputs (flat, masks attached), the losses and the state updates. Nothing has been assigned.
+        """
+        mode = EAGER if tf.executing_eagerly() else FUNCTION
+        if mode not in self._functions:
+            self._functions[mode] = [
+                self.library.function_for(body, mode, jit=self.jit, inline=not region.recompute)
+                for body, region in zip(self.bodies, self.plan.regions, strict=True)
+            ]
+        one_pass = _Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode)
+        for index, (region, body) in enumerate(zip(self.plan.regions, self.bodies, strict=True)):
+            function = self._functions[mode][index]
+            if region.recompute:
+                _run_recomputed(one_pass, index, region, body, function)
+            else:
+                _run_kept(one_pass, index, body, function)
+            for name in set(body.inputs) - body.read_later:
+                del one_pass.tensors[name]  # in eager mode the name would keep it alive
+        outputs = [one_pass.mark(name, one_pass.tensors[name]) for name in self.trace.graph.outputs]
+        one_pass.tensors.clear()  # a gradient function holds the pass, which must not hold the tensors
+        return PassResult(outputs, one_pass.losses, list(one_pass.updated.values()))
+
+
+def _is_float(tensor: Any) -> bool:
+    return tensor is not None and (tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _masks(tensors: Sequence[Any]) -> list[Any]:
+    return [None if x is None else keras_internals.get_mask(x) for x in tensors]
+
+
+def _read(one_pass: _Pass, body: RegionBody) -> tuple[list[Any], list[Any]]:
+    """The values of the region's trainable variables and of its state."""
+    with keras_internals.without_autocast():
+        trainable = [tf.convert_to_tensor(variable.value) for variable in body.trainable]
+        state = [
+            one_pass.state[id(variable)] if id(variable) in one_pass.state else tf.convert_to_tensor(variable.value)
+            for variable in body.state
+        ]
+    return trainable, state
+
+
+def _hand_on(one_pass: _Pass, body: RegionBody, function: RegionFunction, result: Any, outputs: list, losses: list, index: int):
+    """Gives the region's outputs, masks, losses and new state to the regions after it and to the model."""
+    for name, tensor, mask in zip(body.outputs, outputs, result.masks, strict=True):
+        if mask is not None:
+            keras_internals.set_mask(tensor, mask)
+        one_pass.tensors[name] = tensor
+    for place, (owner, loss) in enumerate(zip(function.loss_owners, losses, strict=True)):
+        one_pass.losses.append((body.layers[owner], one_pass.mark(_loss_name(index, place), loss)))
+    for variable, new in zip(body.state, result.new_state, strict=True):
+        if new is not None:
+            one_pass.state[id(variable)] = new
+            one_pass.updated[id(variable)] = (variable, new)
+
+
+def _loss_name(region: int, place: int) -> str:
+    return f"loss {place} of region {region}"
+
+
+def _run_kept(one_pass: _Pass, index: int, body: RegionBody, function: RegionFunction) -> None:
+    """TensorFlow differentiates the region's forward function itself and saves what it needs."""
+    inputs = [one_pass.mark(name, one_pass.tensors[name]) for name in body.inputs]
+    one_pass.tensors.update(zip(body.inputs, inputs, strict=True))  # See Note: [Threading]
+    masks = _masks(inputs)
+    trainable, state = _read(one_pass, body)
+    result = function.forward(inputs, masks, trainable, state)
+    _hand_on(one_pass, body, function, result, result.outputs, result.losses, index)
+
+
+# Note: [Threading]
+# A tensor with several readers gets the sum of their gradients. Keras lets the tape add all of them at once, in the order in which
+# they arrive, the last reader's first. To round like that, and to add inside the compiled backward function, a region that reads
+# such a tensor returns it to the regions after it: their sum then comes back to this region, which adds its own contributions to it.
+
+
+def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBody, function: RegionFunction) -> None:
+    """The forward function without a tape, inside one custom gradient that saves what the plan says."""
+    inputs = [one_pass.tensors[name] for name in body.inputs]
+    masks = _masks(inputs)
+    trainable, state = _read(one_pass, body)
+    wanted = [_is_float(x) and keras_internals.is_recorded(x) for x in inputs]
+    if not any(wanted) and not any(keras_internals.is_recorded(value) for value in trainable):
+        result = function.forward(inputs, masks, trainable, state)
+        _hand_on(one_pass, body, function, result, result.outputs, result.losses, index)
+        return
+    sources = {name: x for name, x, is_wanted in zip(body.inputs, inputs, wanted, strict=True) if is_wanted}
+    threaded = [name for name in sources if name in body.read_later]
+    results = []
+
+    @tf.custom_gradient
+    def call(*_):
+        with keras_internals.stop_recording():
+            result = function.forward(inputs, masks, trainable, state)
+            results.append(result)
+            fetch = _save(one_pass, region, body, inputs, result.saved)
+        expected = [name for name, y in zip(body.outputs, result.outputs, strict=True) if _is_float(y)]
+        count = len(expected)
+        expected += [_loss_name(index, place) for place in range(len(result.losses))]
+        names = list(sources)
+
+        def gradient(*upstream):
+            arrived = zip([*expected, *threaded], upstream, strict=True)
+            real = [g if name in one_pass.connected else None for name, g in arrived]
+            gate = next(g for g in real if g is not None)
+            if one_pass.mode != EAGER:  # eager steps run in order, and a gate would only keep its tensor alive
+                one_pass.started[index] = gate
+            saved_inputs, saved_inside = fetch(gate)
+            seeds = dict(zip(threaded, real[len(expected) :], strict=True))
+            for_inputs, for_trainable = function.backward(
+                saved_inputs,
+                masks,
+                saved_inside,
+                trainable,
+                state,
+                real[:count],
+                real[count : len(expected)],
+                wanted,
+                [seeds.get(name) for name in names],
+            )
+            one_pass.connected.update(name for name, g in zip(names, for_inputs, strict=True) if g is not None)
+            return [*for_inputs, *for_trainable]
+
+        passed_on = [tf.identity(sources[name]) for name in threaded]
+        return [*(y for y in result.outputs if _is_float(y)), *result.losses, *passed_on], gradient
+
+    differentiable = list(call(*sources.values(), *trainable))
+    result = results[0]
+    outputs = [differentiable.pop(0) if _is_float(y) else y for y in result.outputs]
+    losses = [differentiable.pop(0) for _ in result.losses]
+    for name, x in zip(threaded, differentiable, strict=True):
+        keras_internals.set_mask(x, keras_internals.get_mask(one_pass.tensors[name]))
+        one_pass.tensors[name] = x
+    _hand_on(one_pass, body, function, result, outputs, losses, index)
+
+
+def _save(
+    one_pass: _Pass, region: Region, body: RegionBody, inputs: list[Any], inside: list[Any]
+) -> Callable[[Any], tuple[list[Any], list[Any]]]:
+    """Puts what the region saves where the plan says; returns the function that fetches it for the backward pass.
+
+    Only what the returned function holds stays alive until then.
+    """
+    values = dict(zip([*body.inputs, *body.saved_inside], [*inputs, *inside], strict=True))
+    places = {one.tensor: one for one in region.saved}
+    in_tier = {name for name in values if name in places and places[name].tier != DEVICE}
+    stored = {name: TIERS[places[name].tier].put(value) if name in in_tier else value for name, value in values.items()}
+    names_inputs, names_inside = body.inputs, body.saved_inside
+
+    def fetch(gate: Any) -> tuple[list[Any], list[Any]]:
+        def back(name: str) -> Any:
+            if name not in in_tier:
+                return stored[name]
+            after = one_pass.started.get(places[name].prefetch_at, gate)
+            return TIERS[places[name].tier].get(stored[name], after)
+
+        return [back(name) for name in names_inputs], [back(name) for name in names_inside]
+
+    return fetch

@@ -1,0 +1,329 @@
+"""A functional Keras model as a `LayerGraph`, and the layer calls that go with it.
+
+Nested functional and Sequential models are flattened; a shared layer has one call for each use; raw `keras.ops` nodes are calls
+like others. Nothing is computed and nothing recurses: 10,000 layer calls take a second.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_sn import keras_internals
+from keras_sn.errors import UnsupportedModelError
+from keras_sn.graph import DTYPE_BYTES, LayerCall, LayerGraph, TensorSpec
+from keras_sn.rules import traits_of
+
+
+class CastTo(keras.Operation):
+    """What a nested model does to an input of another dtype than the one it was built for."""
+
+    def __init__(self, dtype: str):
+        super().__init__()
+        self.dtype = dtype
+
+    def call(self, x):
+        return tf.cast(x, self.dtype)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, self.dtype)
+
+
+class PassMask(keras.Operation):
+    """What a nested model does to an output without a mask: it gets the mask of the model's first input."""
+
+    def call(self, output, first_input):
+        mask = keras_internals.get_mask(first_input)
+        if mask is None or keras_internals.get_mask(output) is not None:
+            return output
+        output = tf.identity(output)
+        keras_internals.set_mask(output, mask)
+        return output
+
+    def compute_output_spec(self, output, first_input):
+        return keras.KerasTensor(output.shape, output.dtype)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TracedCall:
+    """One call of a layer or operation, ready to be made again on other tensors."""
+
+    name: str
+    operation: Any
+    arguments: Any
+    """Keras' record of the call's arguments, `fill_in(values by id of the symbolic tensor)` -> `(args, kwargs)`."""
+    bindings: tuple[tuple[int, str], ...]
+    """The id of each symbolic tensor in `arguments`, and the name of the tensor that takes its place."""
+    outputs: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for _, name in self.bindings))
+
+    def run(self, tensors: dict[str, Any]) -> list[Any]:
+        """Calls the operation on named tensors; the outputs, flat."""
+        args, kwargs = self.arguments.fill_in({key: tensors[name] for key, name in self.bindings})
+        if isinstance(self.operation, keras.Layer):
+            # A layer without such an argument passes it on to the layers that it calls.
+            kwargs["training"] = True
+        return keras.tree.flatten(self.operation(*args, **kwargs))
+
+
+class _Arguments:
+    """`TracedCall.arguments` for the two operations that flattening inserts."""
+
+    def __init__(self, *keys: int):
+        self.keys = keys
+        self.args, self.kwargs = keys, {}
+
+    def fill_in(self, tensors: dict[int, Any]) -> tuple[tuple, dict]:
+        return tuple(tensors[key] for key in self.keys), {}
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTrace:
+    """A model's layer calls in execution order, and the same as the planner sees it."""
+
+    calls: tuple[TracedCall, ...]
+    graph: LayerGraph
+
+    def calls_named(self, names: Sequence[str]) -> tuple[TracedCall, ...]:
+        return tuple(self.calls[self.graph.position[name]] for name in names)
+
+
+def trace(model: Any, batch_size: int) -> ModelTrace:
+    """Finds the layer calls of a functional or built Sequential model.
+
+    Args:
+        model: A functional or Sequential model whose layers are built.
+        batch_size: The number of samples that an unknown first axis stands for.
+
+    Returns:
+        The layer calls with their graph. The order is Keras' own where that keeps about as few bytes alive as the best
+        order found, so that sums of gradients round as in Keras.
+
+    Raises:
+        UnsupportedModelError: The model is not a graph of layers, or not built, or an axis other than the first is unknown.
+    """
+    check_supported(model)
+    flattening = _Flattening(model, batch_size)
+    calls = _few_alive(flattening.calls, flattening.specs, flattening.outputs)
+    seen: set[int] = set()
+    layers = tuple(_layer_call(call, flattening.specs, seen) for call in calls)
+    graph = LayerGraph(layers, flattening.specs, tuple(flattening.inputs), tuple(flattening.outputs))
+    return ModelTrace(tuple(calls), graph)
+
+
+def check_supported(model: Any) -> None:
+    """Raises `UnsupportedModelError` if the model is no built graph of layers."""
+    if not isinstance(model, keras.Model):
+        raise UnsupportedModelError(f"keras_sn trains instances of `keras.Model`. Received: {model!r}")
+    if isinstance(model, keras.Sequential) and keras_internals.functional_part(model) is None:
+        raise UnsupportedModelError(
+            f"Model {model.name!r} is not built, so its layers have no shapes yet. Start it with `keras.Input(shape)`, or call "
+            f"`model.build(input_shape)` first. Received: {model!r}"
+        )
+    if keras_internals.functional_part(model) is None or not keras_internals.runs_its_graph(model):
+        raise UnsupportedModelError(
+            f"Model {model.name!r} has its own `call()`, and this version plans functional and Sequential models only. Build it "
+            f"with `keras.Model(inputs, outputs)`. Received: an instance of {type(model).__name__}"
+        )
+    for layer in keras_internals.sublayers(model):
+        if not layer.built:
+            raise UnsupportedModelError(
+                f"Layer {layer.name!r} is not built. Call the model on one batch, or `model.build(...)`, first. "
+                f"Received: {layer!r}"
+            )
+
+
+@dataclass
+class _Flattening:
+    """Walks the nodes of a model and of the models inside it."""
+
+    model: Any
+    batch_size: int
+    calls: list[TracedCall] = field(default_factory=list)
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    """The id of a symbolic tensor -> the name of the tensor that it stands for."""
+    uses: Counter = field(default_factory=Counter)
+
+    def __post_init__(self):
+        graph = keras_internals.functional_part(self.model)
+        self.has_masks = any(_makes_masks(layer) for layer in keras_internals.sublayers(graph))
+        for tensor in graph.inputs:
+            self.names[id(tensor)] = tensor.name
+            self.specs[tensor.name] = self._spec(tensor.name, tensor, kind="input")
+        self.inputs = [tensor.name for tensor in graph.inputs]
+        self._walk(graph)
+        self.outputs = [self.names[id(tensor)] for tensor in graph.outputs]
+
+    def _walk(self, graph: Any) -> None:
+        """Visits all nodes; the stack holds the models that are being flattened, so that nesting does not recurse."""
+        stack = [("", iter(keras_internals.nodes_in_execution_order(graph)), None)]
+        while stack:
+            prefix, nodes, leave = stack[-1]
+            node = next(nodes, None)
+            if node is None:
+                stack.pop()
+                if leave is not None:
+                    leave()
+            elif (inner := self._enter(node, prefix)) is not None:
+                stack.append(inner)
+            else:
+                self._add(node, prefix)
+
+    def _enter(self, node: Any, prefix: str) -> tuple[str, Iterator[Any], Any] | None:
+        """Steps into a nested model, unless what calling it does cannot be told from its graph."""
+        model = node.operation
+        if not isinstance(model, keras.Model) or model.activity_regularizer is not None:
+            return None
+        graph = keras_internals.functional_part(model)
+        if graph is None or not keras_internals.runs_its_graph(model) or set(node.arguments.kwargs) - {"training"}:
+            return None
+        given = node.input_tensors
+        if len(given) != len(graph.inputs) or any(len(a.shape) != len(b.shape) for a, b in zip(given, graph.inputs, strict=True)):
+            return None
+        path = self._call_name(prefix + model.name)
+        given_names = [self.names[id(tensor)] for tensor in given]
+        for name, inner in zip(given_names, graph.inputs, strict=True):
+            self.names[id(inner)] = self._cast(name, inner.dtype, path)
+        produced, outer = graph.outputs, node.outputs
+
+        def leave() -> None:
+            for inner, outside in zip(produced, outer, strict=True):
+                name = self.names[id(inner)]
+                self.names[id(outside)] = self._pass_mask(name, given_names[0], path) if self.has_masks else name
+
+        return path + "/", iter(keras_internals.nodes_in_execution_order(graph)), leave
+
+    def _add(self, node: Any, prefix: str) -> None:
+        name = self._call_name(prefix + node.operation.name)
+        bindings = tuple((id(tensor), self.names[id(tensor)]) for tensor in node.input_tensors)
+        outputs = tuple(name if len(node.outputs) == 1 else f"{name}:{index}" for index in range(len(node.outputs)))
+        for output, tensor in zip(outputs, node.outputs, strict=True):
+            self.names[id(tensor)] = output
+            self.specs[output] = self._spec(output, tensor)
+        self.calls.append(TracedCall(name, node.operation, node.arguments, bindings, outputs))
+
+    def _cast(self, name: str, dtype: Any, path: str) -> str:
+        spec = self.specs[name]
+        if keras.backend.standardize_dtype(dtype) == spec.dtype:
+            return name
+        return self._insert(CastTo(keras.backend.standardize_dtype(dtype)), (name,), path, replace(spec, dtype=str(dtype)))
+
+    def _pass_mask(self, name: str, first_input: str, path: str) -> str:
+        return self._insert(PassMask(), (name, first_input), path, self.specs[name])
+
+    def _insert(self, operation: Any, inputs: tuple[str, ...], path: str, spec: TensorSpec) -> str:
+        name = self._call_name(f"{path}/{type(operation).__name__}")
+        self.specs[name] = replace(spec, name=name, kind="activation")
+        bindings = tuple(enumerate(inputs))
+        self.calls.append(TracedCall(name, operation, _Arguments(*range(len(inputs))), bindings, (name,)))
+        return name
+
+    def _call_name(self, name: str) -> str:
+        self.uses[name] += 1
+        return name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
+
+    def _spec(self, name: str, tensor: Any, kind: str = "activation") -> TensorSpec:
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        if dtype not in DTYPE_BYTES or getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False):
+            raise UnsupportedModelError(
+                f"Tensor {name!r} is sparse, ragged or of a dtype without a size, which regions cannot pass on. Make it dense "
+                f"before the model. Received: {tensor!r}"
+            )
+        shape = tuple(tensor.shape)
+        if shape and shape[0] is None:
+            shape = (self.batch_size, *shape[1:])
+        if None in shape:
+            raise UnsupportedModelError(
+                f"Tensor {name!r} has an unknown axis, so its bytes cannot be planned. Give `keras.Input` the full shape. "
+                f"Received: shape={tuple(tensor.shape)}"
+            )
+        return TensorSpec(name, shape, dtype, kind)
+
+
+def _makes_masks(layer: Any) -> bool:
+    """Whether a layer may attach a mask that its inputs did not have."""
+    return bool(getattr(layer, "mask_zero", False)) or type(layer).compute_mask is not keras.Layer.compute_mask
+
+
+def _layer_call(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) -> LayerCall:
+    inputs, outputs = [specs[name] for name in call.inputs], [specs[name] for name in call.outputs]
+    traits = traits_of(call.operation, inputs, outputs)
+    weights = [w for w in getattr(call.operation, "trainable_variables", []) if id(w) not in seen]
+    seen.update(id(weight) for weight in weights)
+    return LayerCall(
+        name=call.name,
+        layer_type=type(call.operation).__name__,
+        inputs=call.inputs,
+        outputs=call.outputs,
+        saved_for_backward=call.inputs * traits.reads_inputs + call.outputs * traits.reads_outputs,
+        flops=traits.flops,
+        is_costly=traits.is_costly,
+        internal_bytes=traits.internal_bytes,
+        weight_bytes=sum(prod(w.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(w.dtype)] for w in weights),
+    )
+
+
+def _few_alive(calls: list[TracedCall], specs: dict[str, TensorSpec], outputs: list[str]) -> list[TracedCall]:
+    """Keras' order, or a greedy one if that keeps clearly fewer bytes alive."""
+    greedy = _greedy_order(calls, specs, outputs)
+    return greedy if _peak_alive(greedy, specs, outputs) < 0.9 * _peak_alive(calls, specs, outputs) else calls
+
+
+def _peak_alive(calls: list[TracedCall], specs: dict[str, TensorSpec], outputs: list[str]) -> int:
+    """The largest number of bytes alive at once when each tensor dies after its last reader."""
+    last_use = {name: index for index, call in enumerate(calls) for name in call.inputs} | dict.fromkeys(outputs, len(calls))
+    dying: dict[int, list[str]] = {}
+    for name, index in last_use.items():
+        dying.setdefault(index, []).append(name)
+    alive = peak = 0
+    for index, call in enumerate(calls):
+        alive += sum(specs[name].nbytes for name in call.outputs if name in last_use)
+        peak = max(peak, alive)
+        alive -= sum(specs[name].nbytes for name in dying.get(index, ()) if specs[name].kind != "input")
+    return peak
+
+
+def _greedy_order(calls: list[TracedCall], specs: dict[str, TensorSpec], outputs: list[str]) -> list[TracedCall]:
+    """Always the ready call that adds the fewest live bytes; of equals the one that became ready last.
+
+    Calls of one layer, or of layers that share variables, keep their order: their state passes from one to the next.
+    """
+    producer = {name: index for index, call in enumerate(calls) for name in call.outputs}
+    waits, followers = [0] * len(calls), [[] for _ in calls]
+    readers = Counter(name for call in calls for name in call.inputs) + Counter(outputs)
+    last_with: dict[int, int] = {}
+    for index, call in enumerate(calls):
+        before = {producer[name] for name in call.inputs if name in producer}
+        for variable in getattr(call.operation, "non_trainable_variables", []):
+            if id(variable) in last_with:
+                before.add(last_with[id(variable)])
+            last_with[id(variable)] = index
+        before.discard(index)
+        waits[index] = len(before)
+        for one in before:
+            followers[one].append(index)
+    ready = deque(index for index, count in enumerate(waits) if count == 0)
+    order = []
+    while ready:
+        index = min(reversed(ready), key=lambda i: _live_change(calls[i], specs, readers))
+        ready.remove(index)
+        order.append(calls[index])
+        readers.subtract(calls[index].inputs)
+        for follower in followers[index]:
+            waits[follower] -= 1
+            if waits[follower] == 0:
+                ready.append(follower)
+    return order
+
+
+def _live_change(call: TracedCall, specs: dict[str, TensorSpec], readers: Counter) -> int:
+    freed = sum(specs[name].nbytes for name in call.inputs if readers[name] == 1 and specs[name].kind != "input")
+    return sum(specs[name].nbytes for name in call.outputs) - freed
