@@ -25,7 +25,7 @@ def held_bytes(graph: LayerGraph, layer: LayerCall) -> int:
     return layer.internal_bytes + sum(graph.nbytes(t) for t in layer.outputs)
 
 
-def equal_cuts(graph: LayerGraph, first: int, last: int, count: int) -> list[int]:
+def equal_cuts(graph: LayerGraph, first: int, last: int, count: int, crossing: Sequence[int]) -> list[int]:
     """Cuts layer calls `first` to `last` into about `count` regions that hold about equally many bytes.
 
     Each cut stands at the narrowest boundary near its ideal place (the nearest of equals).
@@ -35,11 +35,11 @@ def equal_cuts(graph: LayerGraph, first: int, last: int, count: int) -> list[int
         first: Position of the first layer call.
         last: Position of the last layer call.
         count: The number of regions wished for.
+        crossing: What `crossing_bytes` says of the graph.
 
     Returns:
         The positions of the last layer call of each region, ascending; the last one is `last`.
     """
-    crossing = crossing_bytes(graph)
     cumulative = list(accumulate(held_bytes(graph, layer) for layer in graph.layers[first : last + 1]))
     share = cumulative[-1] / count
     ends: list[int] = []

@@ -113,11 +113,16 @@ def analyze_liveness(steps: Sequence[Step], nbytes: Mapping[str, int]) -> Livene
             made.append(index)
             last_used.append(index)
     lifetimes = tuple(map(Lifetime, names, made, last_used))
-    change = [0] * (len(steps) + 1)
+    return Liveness(tuple(steps), nbytes, lifetimes, _live_bytes(lifetimes, nbytes, len(steps)))
+
+
+def _live_bytes(lifetimes: Sequence[Lifetime], nbytes: Mapping[str, int], steps: int) -> tuple[int, ...]:
+    """Bytes alive at each step."""
+    change = [0] * (steps + 1)
     for tensor, first, last in lifetimes:
         change[first] += nbytes[tensor]
         change[last + 1] -= nbytes[tensor]
-    return Liveness(tuple(steps), nbytes, lifetimes, tuple(accumulate(change[:-1])))
+    return tuple(accumulate(change[:-1]))
 
 
 def working_set_bytes(step: Step, nbytes: Mapping[str, int]) -> int:

@@ -54,8 +54,6 @@ def insert_cached_transfers(
 ) -> tuple[Instruction, ...]:
     """Runs the steps, frees what is dead, and offloads only when the device is full (algorithm 2 of the paper).
 
-    A tensor whose copy in the tier is still valid is not copied out again.
-
     Args:
         steps: The steps, with recompute steps or without.
         nbytes: Bytes of every managed tensor.
@@ -63,7 +61,7 @@ def insert_cached_transfers(
         eviction: Who leaves first; the least recently used by default.
 
     Returns:
-        The instructions.
+        The instructions. A tensor whose copy in the tier is still valid is not copied out again.
 
     Raises:
         BudgetError: A step's own tensors do not fit.
@@ -79,7 +77,7 @@ def insert_cached_transfers(
         for tensor in touched:
             access = cache.check(tensor, nbytes[tensor], index)
             for victim in access.evicted:
-                instructions.extend([Free(victim)] if victim in copied else [Offload(victim), Free(victim)])
+                instructions += [Free(victim)] if victim in copied else [Offload(victim), Free(victim)]
             copied.update(access.evicted)
             if not access.hit and tensor in step.reads:
                 instructions.append(Prefetch(tensor))

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from keras_sn.cuts import cuts_after, equal_cuts, runs
+from keras_sn.cuts import crossing_bytes, cuts_after, equal_cuts, runs
 from keras_sn.errors import BudgetError, PlanError
 from keras_sn.graph import LayerGraph
 from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
@@ -27,6 +27,8 @@ PREFETCH_DISTANCE = 2
 """Regions: a copy back starts while the region before it in the backward pass still computes."""
 MIN_OFFLOAD_BYTES = 1024
 """Smaller tensors stay: a copy has a fixed cost (torchtune's default)."""
+CLOSE_TO_LOWEST = 1.1
+"""A predicted peak within this factor of the lowest is as good."""
 
 
 def make_plan(
@@ -136,17 +138,20 @@ def _tier(graph: LayerGraph, tensor: str) -> str:
 
 
 def _best_cuts(graph: LayerGraph, first: int, last: int, action: str) -> list[Region]:
-    """The number of equal regions that gives the lowest predicted peak; of equals the fewest."""
-    length = last - first + 1
-    counts = sorted({min(length, max(1, round(1.25**power))) for power in range(64) if 1.25**power < 1.25 * length})
+    """Equal regions, as many as give the lowest predicted peak.
+
+    Of numbers that come close to it the largest: small regions compile faster, and more of them are equal.
+    """
+    length, crossing = last - first + 1, crossing_bytes(graph)
+    counts = sorted({min(length, round(1.25**power)) for power in range(64) if 1.25**power < 1.25 * length})
     before = [_region(graph, range(first), "keep")] if first else []
     after = [_region(graph, range(last + 1, len(graph.layers)), "keep")] if last + 1 < len(graph.layers) else []
-
-    def regions(count: int) -> list[Region]:
-        return [_region(graph, run, action) for run in runs(equal_cuts(graph, first, last, count), first)]
-
-    best = min(counts, key=lambda count: (predict(graph, [*before, *regions(count), *after]).peak_bytes, count))
-    return regions(best)
+    candidates = []
+    for count in counts:
+        regions = [_region(graph, run, action) for run in runs(equal_cuts(graph, first, last, count, crossing), first)]
+        candidates.append((predict(graph, [*before, *regions, *after]).peak_bytes, regions))
+    near = CLOSE_TO_LOWEST * min(peak for peak, _ in candidates)
+    return max((regions for peak, regions in candidates if peak <= near), key=len)
 
 
 def _superneurons(graph: LayerGraph) -> list[Region]:

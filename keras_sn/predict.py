@@ -54,9 +54,14 @@ class _Timeline:
             tensor: self.region_of[layer.name] for layer in graph.layers for tensor in layer.outputs if layer.name in self.region_of
         }
         self.readers: dict[str, list[int]] = {}
+        self.keepers: dict[str, list[int]] = {}
+        """Tensor -> the kept regions whose backward pass reads it."""
         for layer in graph.layers:
             for tensor in layer.inputs:
                 self.readers.setdefault(tensor, []).append(self.region_of[layer.name])
+            if not regions[self.region_of[layer.name]].recompute:
+                for tensor in layer.saved_for_backward:
+                    self.keepers.setdefault(tensor, []).append(self.region_of[layer.name])
 
     def backward(self, region: int) -> int:
         return 2 * self.count - 1 - region
@@ -78,7 +83,7 @@ class _Timeline:
             last_reader = self.count - 1 if tensor in self.graph.outputs else max(readers, default=made)
             if last_reader > made and self.graph.tensors[tensor].is_differentiable:
                 self.add(nbytes, self.backward(last_reader), self.backward(made))
-            kept_for = [r for r in readers if not self.regions[r].recompute]
+            kept_for = self.keepers.get(tensor, [])
             if tensor in saved and saved[tensor][1].tier != DEVICE:
                 first_saver, one = saved[tensor]
                 self.add(nbytes, made, last_reader)
@@ -94,18 +99,17 @@ class _Timeline:
         """What one region holds only while it runs, and what a kept region holds in between; its recomputed flops."""
         region = self.regions[index]
         layers = [self.graph.layers[self.graph.position[name]] for name in region.layers]
-        inside = [t for layer in layers for t in layer.outputs if max(self.readers.get(t, [index])) <= index]
-        transient = max((self._inside_bytes(layer, set(inside)) for layer in layers), default=0)
+        inside = {t for layer in layers for t in layer.outputs if max(self.readers.get(t, [index])) <= index}
+        transient = max((self._inside_bytes(layer, inside) for layer in layers), default=0)
         internal = sum(layer.internal_bytes for layer in layers)
         gradients = max((self.graph.nbytes(*layer.inputs, *layer.outputs) for layer in layers), default=0)
         self.add(transient, index, index)
         if not region.recompute:
-            kept = {t for layer in layers for t in layer.saved_for_backward if t in set(inside)}
-            self.add(self.graph.nbytes(*kept) + internal, index, self.backward(index))
+            self.add(internal, index, self.backward(index))
             self.add(gradients, self.backward(index), self.backward(index))
             return 0
         required, flops = recomputed(layers, {one.tensor for one in region.saved})
-        held = self.graph.nbytes(*(required & set(self.made_in)))
+        held = self.graph.nbytes(*(t for t in required if t in self.made_in))
         self.add(held + internal + gradients, self.backward(index), self.backward(index))
         return flops
 

@@ -93,27 +93,25 @@ def insert_recomputation(
         steps: `training_steps(graph)`.
         graph: The layer graph.
         segments: What to drop, from `find_segments`.
-        strategy: `"speed-centric"` replays a segment once, at its first backward use, and keeps the result (O(N) extra
-            steps); `"memory-centric"` replays for each backward step only what that step reads (O(N^2));
-            `"cost-aware"` is speed-centric where that does not raise the peak above `layer_peak_bytes`.
+        strategy: `"speed-centric"` replays a segment once, at its first backward use, and keeps the result: O(N) extra
+            steps. `"memory-centric"` replays for each backward step only what that step reads: O(N^2). `"cost-aware"`
+            is speed-centric where that does not raise the peak above `layer_peak_bytes`.
 
     Returns:
-        The steps. A recompute step writes a tensor anew; between its last forward use and that, the tensor is dead.
+        The steps; between its last forward use and its recompute step a tensor is dead.
 
     Raises:
         PlanError: The strategy is unknown, or the result would have more than `MAX_STEPS` steps.
     """
     if strategy not in STRATEGIES:
         raise PlanError(f"The recomputation strategy must be one of {STRATEGIES}. Received: strategy={strategy!r}")
-    home = _homes(graph, segments)
+    home, in_one_go = _homes(graph, segments), _in_one_go(strategy, steps, graph, segments)
     needed = _needed_layers(steps, graph, home)
-    in_one_go = _in_one_go(strategy, steps, graph, segments)
     replays: dict[int, Step] = {}
     held: set[str] = set()
     result: list[Step] = []
     for step in steps:
-        is_backward = step.phase == BACKWARD
-        missing = {tensor for tensor in step.reads if is_backward and tensor in home and tensor not in held}
+        missing = (step.reads & home.keys()) - held if step.phase == BACKWARD else set()
         for number in sorted({home[tensor] for tensor in missing}):
             wanted = {tensor for tensor in missing if home[tensor] == number}
             if in_one_go[number]:
@@ -141,8 +139,8 @@ def layer_peak_bytes(steps: Sequence[Step], graph: LayerGraph, segments: Sequenc
     peak = 0
     for step in steps:
         needed = working_set_bytes(step, nbytes)
-        numbers = {home[tensor] for tensor in step.reads if tensor in home} if step.phase == BACKWARD else set()
-        for number in sorted(numbers):
+        numbers = {home[tensor] for tensor in step.reads & home.keys()} if step.phase == BACKWARD else set()
+        for number in numbers:
             needed += source_bytes[number] - _sum((step.reads | step.writes) & sources[number], nbytes)
         peak = max(peak, needed)
     return peak

@@ -290,6 +290,12 @@ def test_a_gradient_is_made_in_place_only_without_other_contributions():
     assert training_steps(forked)[4] == Step("b", "backward", frozenset({"grad:u", "grad:t"}), frozenset({"grad:t"}))
 
 
+def test_a_gradient_is_not_made_in_place_of_one_of_another_size():
+    graph = small_graph(("a", "x", "t"), ("b", "t", "u", {"gradient_in_place": True}), ("c", "u", "y"), outputs=("y",))
+    graph = replace(graph, tensors={**graph.tensors, "u": TensorSpec("u", (2,), "float32")})
+    assert training_steps(graph)[4].writes == {"grad:t"}
+
+
 def test_the_loss_makes_the_gradient_of_an_output_and_adds_to_one_that_is_read():
     graph = small_graph(("a", "x", "t"), ("b", "t", "y"), outputs=("t", "y"))
     last, first = training_steps(graph)[2:]
@@ -328,6 +334,21 @@ def test_checkpoints_are_costly_calls_joins_forks_and_outputs():
     assert [segment.layers for segment in find_segments(graph, choose_checkpoints(graph))] == [("act2",), ("act3",)]
     with pytest.raises(PlanError, match="'nothing'"):
         find_segments(graph, ["nothing"])
+
+
+def test_a_replay_does_not_make_what_is_held():
+    """`a` makes p and q: the backward step of `c` has q replayed, that of `b` then only p."""
+    graph = small_graph(
+        ("a", "x", "p q", {"saved_for_backward": ("q",)}),
+        ("b", "p", "u", {"saved_for_backward": ("p",)}),
+        ("c", "q", "v", {"saved_for_backward": ("q",)}),
+        ("d", "u v", "y"),
+        outputs=("y",),
+    )
+    segments = find_segments(graph, ["u", "v"])
+    steps = insert_recomputation(training_steps(graph), graph, segments, strategy="memory-centric")
+    assert [step.writes for step in steps if step.phase == "recompute"] == [{"p", "q"}, {"p"}]
+    simulate(insert_transfers(steps, tensor_bytes(graph)), tensor_bytes(graph))
 
 
 # --- Schedules edited by hand ---
@@ -428,6 +449,16 @@ def test_a_copy_is_stale_once_the_tensor_is_written_again():
         simulate([first, Offload("g"), second, Free("g"), Prefetch("g")], {"g": 8})
 
 
+def test_a_copy_leaves_its_tier_after_the_last_prefetch():
+    make, read = (
+        Step("a", "forward", frozenset(), frozenset("ab")),
+        Step("b", "forward", frozenset("ab"), frozenset()),
+    )
+    there_and_back = [Offload("a"), Free("a"), Prefetch("a"), Offload("b"), Free("b"), Prefetch("b")]
+    timeline = simulate([Run(make), *there_and_back, Run(read)], {"a": 4, "b": 6})
+    assert (timeline.tier_peak_bytes, timeline.transferred_bytes) == (6, 20)
+
+
 def test_timeline_counts_bytes_both_ways_and_in_the_tier(schedule):
     instructions, nbytes = schedule
     timeline = simulate(instructions, nbytes)
@@ -513,8 +544,8 @@ def test_100_000_layer_calls_recomputed_and_offloaded(long_chain):
 
 def test_100_000_layer_calls_cached(long_chain):
     _, steps, nbytes = long_chain
-    instructions = insert_cached_transfers(steps, nbytes, 4 * 50_000)
-    assert sum(isinstance(one, Prefetch) for one in instructions) >= 50_000
+    instructions = insert_cached_transfers(steps, nbytes, 4 * 90_000)
+    assert sum(isinstance(one, Prefetch) for one in instructions) >= 10_000
 
 
 def test_quadratic_recomputation_is_refused_not_tried(long_chain):

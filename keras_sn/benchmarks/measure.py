@@ -1,19 +1,21 @@
 """One configuration, measured in a process of its own: `run(configuration)` starts it and returns its row.
 
-The worker (`python -m keras_sn.benchmarks.measure '{"engine": …}'`) builds a ResNet, caps the memory, runs real training
-steps on random images through `train_on_batch`, and prints one line of JSON.
+The worker (`python -m keras_sn.benchmarks.measure '{"engine": …}'`) builds a ResNet, caps the memory, runs real
+training steps on random images through `train_on_batch`, and prints one line of JSON.
 
 Note: [Memory]
-On a GPU the cap is a logical device of that size, `peak_bytes` the allocator's peak since the start of the process, and a
+On a GPU the cap is a logical device of that size, `peak_bytes` the allocator's peak since the process started, and a
 network fits if nothing ran out of memory.
-Without a GPU, `peak_bytes` is the process's peak resident memory in the second and later training steps, above the level
-right before each of them, and a network fits if that is at most the cap. Between two steps everything that stays exists
-(weights, optimizer slots, traced graphs, compiled code) and no activation does, so that level is the resting level, and it
-means the same for every engine. The first step does not count: tracing and compiling would be taken for activations.
-Freed memory must really leave the process for this to hold. So the worker runs without the pool that TensorFlow's oneDNN
-build keeps (`TF_ONEDNN_USE_SYSTEM_ALLOCATOR`), tensors of 64 KiB and more have pages of their own
-(`MALLOC_MMAP_THRESHOLD_`), and the rest is trimmed before each step. Checked on ResNet-50 at 128 pixels: 103 MiB where
-TensorFlow's own statistics say 100. This costs time, so the speed of a CPU is measured without it (`purpose="speed"`).
+Without a GPU, `peak_bytes` is the process's peak resident memory in the second and later training steps, above the
+level right before each of them, and a network fits if that is at most the cap. Between two steps everything that stays
+exists (weights, optimizer slots, traced graphs, compiled code) and no activation does, so that level is the resting
+level, and it means the same for every engine. The first step does not count: what tracing and compiling take would
+pass for activations.
+This holds only if freed memory really leaves the process. So the worker runs without the pool that TensorFlow's oneDNN
+build keeps (`TF_ONEDNN_USE_SYSTEM_ALLOCATOR`), tensors of 64 KiB and more get pages of their own
+(`MALLOC_MMAP_THRESHOLD_`), and the rest is trimmed before each step. Checked with ResNet-50 at 128 pixels: 103 MiB
+where TensorFlow's own statistics say 100. It costs time, so the speed of a CPU is measured without it
+(`purpose="speed"`).
 """
 
 import ctypes
@@ -24,6 +26,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +40,10 @@ import tensorflow as tf
 import keras_sn
 from keras_sn import device
 from keras_sn.benchmarks import networks
+from keras_sn.errors import KerasSNError
+from keras_sn.planner import POLICIES
 
+ENGINES = ("keras-graph", "keras-xla", *POLICIES, *(f"{policy}-xla" for policy in POLICIES))
 _PACKAGE = Path(keras_sn.__file__).parent
 _MEMORY_ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 
@@ -67,6 +73,13 @@ class Configuration:
     @property
     def depth(self) -> int:
         return networks.depth(*self.blocks)
+
+
+def check_engines(engines: Sequence[str]) -> None:
+    """Raises `KerasSNError` if one of them is none."""
+    for engine in engines:
+        if engine not in ENGINES:
+            raise KerasSNError(f"An engine is one of {', '.join(ENGINES)}. Received: {engine!r}")
 
 
 def run(configuration: Configuration, timeout: float | None = None) -> Row:
