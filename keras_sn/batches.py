@@ -1,6 +1,5 @@
 """How many samples the first batch of a data set has, without taking it from the training loop."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,11 +27,17 @@ def first_batch_size(x: Any, batch_size: int | None) -> tuple[Any, int]:
         return x, _samples(x[0])
     if isinstance(x, Iterator):
         first = next(x)
-        return itertools.chain([first], x), _samples(first)
+        return _resumed(first, x), _samples(first)
     if type(x).__module__.startswith("torch.utils.data"):
         return x, x.batch_size or _samples(next(iter(x)))
     length = _samples(x)
     return x, length if batch_size is None and length < 32 else min(batch_size or 32, length)
+
+
+def _resumed(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    """A generator, the only iterator that Keras takes."""
+    yield first
+    yield from rest
 
 
 def _samples(batch: Any) -> int:

@@ -25,6 +25,7 @@ _HOST_LIMIT_VARIABLE = "TF_GPU_HOST_MEM_LIMIT_IN_MB"
 _MIB = 2**20
 _HOST_SHARE = 0.8
 _CGROUPS = Path("/sys/fs/cgroup")
+_PROCESS = Path("/proc/self")
 _NO_LIMIT_BYTES = 2**60
 
 
@@ -206,7 +207,7 @@ def _cgroup_limit_bytes() -> int | None:
     """The smallest memory limit of this process's control group and its parents (version 1 or 2), if there is one."""
     limits = [_NO_LIMIT_BYTES]
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in (_PROCESS / "cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue
@@ -275,12 +276,12 @@ class ResidentPeak:
 
 def _restart_kernel_peak() -> bool:
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: proc_pid_clear_refs(5)
+        (_PROCESS / "clear_refs").write_text("5")  # resets VmHWM: proc_pid_clear_refs(5)
         return _kernel_peak_bytes() > 0
     except OSError:
         return False
 
 
 def _kernel_peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
+    status = (_PROCESS / "status").read_text()
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)

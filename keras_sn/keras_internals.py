@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.layers.layer import CallContext
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.sequential import Sequential
 from tensorflow.python.eager import record
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 
 def nodes_in_execution_order(model: keras.Model) -> list[Any]:
@@ -96,6 +98,19 @@ def updated_variable_ids(scope: keras.StatelessScope) -> set[int]:
     return set(scope.state_mapping)
 
 
+def asked_for_jit(model: Any) -> bool | str:
+    """The argument of `compile`; `model.jit_compile` has resolved it for all layers at once."""
+    return model._compile_config.config["jit_compile"]
+
+
+def would_jit(model: Any) -> bool:
+    """What `jit_compile="auto"` means, if all layers allowed it (`Trainer` asks all layers at once)."""
+    if model.jit_compile:
+        return True
+    has_accelerator = any(device.device_type != "CPU" for device in tf.config.list_physical_devices())
+    return has_accelerator and not tf.distribute.has_strategy() and not is_op_determinism_enabled()
+
+
 def stop_recording() -> Any:
     """No gradient tape records inside. `GradientTape.stop_recording` needs the tape, which is the caller's."""
     return record.stop_recording()
@@ -104,6 +119,17 @@ def stop_recording() -> Any:
 def is_recorded(tensor: Any) -> bool:
     """Whether an active tape would record an operation on the tensor, that is, may ask for its gradient."""
     return bool(record.should_record_backprop([tensor]))
+
+
+def in_place_of(computed: Any, saved: Any) -> Any:
+    """The saved value, with the gradient of the computed one.
+
+    `tf.custom_gradient` would do it with an operation that reads both, so that the computation would have to run.
+    """
+    with record.stop_recording():
+        value = tf.identity(saved)
+    record.record_operation("InPlaceOf", [value], [computed], lambda gradient: [gradient])
+    return value
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The Keras face: `SNModel`, a `keras.Model` whose training calls run by a plan. Everything else is Keras' own code."""
 
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,11 +8,13 @@ from math import prod
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_sn import device, keras_internals
 from keras_sn.batches import first_batch_size
 from keras_sn.errors import PlanError, UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES
+from keras_sn.log import log
 from keras_sn.plan import Plan
 from keras_sn.planner import Policy, check_policy, make_plan
 from keras_sn.report import MeasuredPeak, plan_line
@@ -21,8 +22,6 @@ from keras_sn.runtime import PlanExecutor
 from keras_sn.sizes import parse_bytes
 from keras_sn.trace import check_supported, trace
 from keras_sn.updates import GroupedUpdate, grouped_update
-
-log = logging.getLogger("keras_sn")
 
 _OWN_METHODS = ("train_step", "compute_loss", "compute_metrics", "test_step", "predict_step", "fit")
 
@@ -190,7 +189,8 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
             UnsupportedModelError: A layer or tensor cannot be planned.
         """
         if self.compiled and self.optimizer is not None:
-            keras_internals.build_optimizer(self.optimizer, self.trainable_variables)
+            with self.distribute_strategy.scope():
+                keras_internals.build_optimizer(self.optimizer, self.trainable_variables)
         if batch_size not in self._now.plans:
             traced = trace(self, batch_size)
             self._now.plans[batch_size] = make_plan(
@@ -226,7 +226,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
     def _executor_in_force(self) -> PlanExecutor:
         """The executor of the plan; a new one after anything changed that it depends on."""
         autocast_dtype = self.compute_dtype if self.compute_dtype != self.variable_dtype else None
-        jit = bool(self._now.region_jit if self._now.region_jit is not None else self.jit_compile)
+        jit = self._now.region_jit if self._now.region_jit is not None else self._wants_jit()
         key = (id(self._now.plan), jit, autocast_dtype, tuple(id(v) for v in self.trainable_variables))
         if self._now.executor is None or key != self._now.executor_key:
             traced = trace(self, self._now.plan.batch_size)
@@ -287,17 +287,25 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         """Keras' own; where the plan has regions they are compiled by themselves, and the step around them is not."""
         if self._now.plan is None or self._now.plan.is_plain or (self.train_function is not None and not force):
             return super().make_train_function(force)
-        self._now.region_jit = self.jit_compile
+        outer_jit, self._now.region_jit = self.jit_compile, self._wants_jit()
         self._now.update = GroupedUpdate([body.trainable for body in self._executor_in_force().bodies], jit=self._now.region_jit)
         try:
             self.jit_compile = False
             return super().make_train_function(force)
         finally:
-            self.jit_compile = self._now.region_jit
+            self.jit_compile = outer_jit
+
+    def _wants_jit(self) -> bool:
+        """Whether regions are compiled by XLA: as Keras decides, but a layer that XLA cannot compile counts for its region only."""
+        asked = keras_internals.asked_for_jit(self) if self.compiled else "auto"
+        if asked == "auto":
+            return keras_internals.would_jit(self)
+        return bool(asked) and not self.run_eagerly
 
     def train_step(self, data: Any) -> Any:
-        """Keras' own; state and weights change together, after all gradients exist."""
-        if self._now.plan is None or self._now.plan.is_plain or self.optimizer is None:
+        """Keras' own; state and weights change together, after all gradients exist (except under `tf.distribute`)."""
+        is_keras_own = self._now.plan is None or self._now.plan.is_plain or self.optimizer is None
+        if is_keras_own or tf.distribute.has_strategy():  # there, a thread for each replica runs this at the same time
             return super().train_step(data)
         self._now.waiting_updates = []
 

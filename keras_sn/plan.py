@@ -85,6 +85,8 @@ class Plan:
     peak_layer: str = ""
     """The layer call at which the planned peak stands."""
     budget_bytes: int | None = None
+    copy_window: int = 2
+    """The forward pass of a region waits for the copies of the region this many before it."""
     offloaded_bytes: int = 0
     """Bytes that leave the device in each step."""
     slowdown: float = 1.0

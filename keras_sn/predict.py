@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from keras_sn.graph import LayerCall, LayerGraph
-from keras_sn.plan import DEVICE, Region, Saved
+from keras_sn.plan import DEVICE, Plan, Region, Saved
+
+
+COPY_WINDOW = Plan.copy_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class _Timeline:
             kept_for = self.keepers.get(tensor, [])
             if tensor in saved and saved[tensor][1].tier != DEVICE:
                 first_saver, one = saved[tensor]
-                self.add(nbytes, made, last_reader)
+                self.add(nbytes, made, min(max(last_reader, first_saver + COPY_WINDOW - 1), self.count - 1))
                 starts = max([one.prefetch_at or 0, *(r for r in readers)])
                 self.add(nbytes, self.backward(min(starts, self.count - 1)), self.backward(first_saver))
             elif tensor in saved or kept_for:

@@ -74,16 +74,6 @@ class RegionBody:
         return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
-@tf.custom_gradient
-def _substitute(computed, saved):
-    """The saved value in place of the computed one, whose computation nothing then needs; gradients pass as if computed."""
-
-    def gradient(upstream):
-        return upstream, None
-
-    return tf.identity(saved), gradient
-
-
 class RegionFunction:
     """The functions of all regions of one structure."""
 
@@ -137,7 +127,7 @@ class RegionFunction:
             scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True)
         with keras_internals.call_context(body.autocast_dtype), scope:
             for call in body.calls:
-                for name, tensor in zip(call.outputs, call.run(tensors), strict=True):
+                for name, tensor in zip(call.outputs, _run(call, tensors), strict=True):
                     tensors[name] = _with_saved_value(tensor, substitutes[name]) if name in substitutes else tensor
             new_state = [_if_updated(scope.get_current_value(v), old) for v, old in zip(body.state, state, strict=True)]
         self._check_no_foreign_updates(scope)
@@ -161,8 +151,22 @@ class RegionFunction:
             )
 
 
+def _run(call: TracedCall, tensors: dict[str, Any]) -> list[Any]:
+    """Runs one layer call; a variable that it makes would be another one at each call and in no optimizer."""
+
+    def refuse(next_creator: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModelError(
+            f"Layer {call.operation.name!r} makes a variable inside `call()`. Make it in `__init__()` or `build()`, as an attribute "
+            f"of the layer. Received: layer call {call.name!r}"
+        )
+
+    with tf.variable_creator_scope(refuse):
+        return call.run(tensors)
+
+
 def _with_saved_value(computed: Any, saved: Any) -> Any:
-    value = _substitute(computed, saved)
+    """The saved value in place of the computed one, whose computation nothing then needs."""
+    value = keras_internals.in_place_of(computed, saved)
     keras_internals.set_mask(value, keras_internals.get_mask(computed))
     return value
 

@@ -1,6 +1,5 @@
 """What a person reads: a plan as a table, a plan in one line, and the measured peak beside the planned one."""
 
-import logging
 from typing import Any
 
 import keras
@@ -9,11 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_sn import device
+from keras_sn.log import log
 from keras_sn.plan import DEVICE, Plan, Region
 from keras_sn.sizes import format_bytes
-
-log = logging.getLogger("keras_sn")
-
 
 def format_plan(plan: Plan, width: int = 100) -> str:
     """Shows a plan as a table, one row for each region.
@@ -38,12 +35,11 @@ def format_plan(plan: Plan, width: int = 100) -> str:
         calls = first if first == last else f"{first} … {last}"
         away = len(region.saved) - here
         table.add_row(str(index), calls, str(len(region.layers)), _action(region), f"{here} saved" * bool(here), f"{away} saved" * bool(away))
-    console = Console(width=width, record=True, file=open("/dev/null", "w"), color_system=None)
+    console = Console(width=width, color_system=None)
     with console.capture() as captured:
         if plan.regions:
             console.print(table)
-        console.print(plan_line(plan))
-    return captured.get().rstrip()
+    return captured.get() + plan_line(plan)
 
 
 def _action(region: Region) -> str:

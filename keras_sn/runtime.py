@@ -33,6 +33,10 @@ class _Pass:
     """Tensors whose gradient is real. `tf.custom_gradient` fills in zeros for the others, where Keras has None."""
     started: dict[int, Any] = field(default_factory=dict)
     """Region -> a tensor that exists once its backward pass can start."""
+    in_tier: dict[str, Any] = field(default_factory=dict)
+    """What has been put into tiers, by name."""
+    stored: dict[int, list[Any]] = field(default_factory=dict)
+    """Region -> the tensors that it has put into tiers."""
 
     def mark(self, name: str, tensor: Any) -> Any:
         """The tensor, in a form that notes the arrival of its gradient."""
@@ -96,13 +100,16 @@ class PlanExecutor:
         one_pass = _Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode)
         for index, (region, body) in enumerate(zip(self.plan.regions, self.bodies, strict=True)):
             function = self._functions[mode][index]
-            if region.recompute:
-                _run_recomputed(one_pass, index, region, body, function)
-            else:
-                _run_kept(one_pass, index, body, function)
+            # Without waiting, the forward pass would run ahead of its copies, and all that leaves would still be on the device.
+            with tf.control_dependencies(one_pass.stored.pop(index - self.plan.copy_window, [])):
+                if region.recompute:
+                    _run_recomputed(one_pass, index, region, body, function)
+                else:
+                    _run_kept(one_pass, index, body, function)
             for name in set(body.inputs) - body.read_later:
                 del one_pass.tensors[name]  # in eager mode the name would keep it alive
         outputs = [one_pass.mark(name, one_pass.tensors[name]) for name in self.trace.graph.outputs]
+        one_pass.in_tier.clear()
         one_pass.tensors.clear()  # a gradient function holds the pass, which must not hold the tensors
         return PassResult(outputs, one_pass.losses, list(one_pass.updated.values()))
 
@@ -179,7 +186,7 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
         with keras_internals.stop_recording():
             result = function.forward(inputs, masks, trainable, state)
             results.append(result)
-            fetch = _save(one_pass, region, body, inputs, result.saved)
+            fetch = _save(one_pass, index, region, body, inputs, result.saved)
         expected = [name for name, y in zip(body.outputs, result.outputs, strict=True) if _is_float(y)]
         count = len(expected)
         expected += [_loss_name(index, place) for place in range(len(result.losses))]
@@ -221,7 +228,7 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
 
 
 def _save(
-    one_pass: _Pass, region: Region, body: RegionBody, inputs: list[Any], inside: list[Any]
+    one_pass: _Pass, index: int, region: Region, body: RegionBody, inputs: list[Any], inside: list[Any]
 ) -> Callable[[Any], tuple[list[Any], list[Any]]]:
     """Puts what the region saves where the plan says; returns the function that fetches it for the backward pass.
 
@@ -230,7 +237,11 @@ def _save(
     values = dict(zip([*body.inputs, *body.saved_inside], [*inputs, *inside], strict=True))
     places = {one.tensor: one for one in region.saved}
     in_tier = {name for name in values if name in places and places[name].tier != DEVICE}
-    stored = {name: TIERS[places[name].tier].put(value) if name in in_tier else value for name, value in values.items()}
+    new = {name: TIERS[places[name].tier].put(values[name]) for name in in_tier - one_pass.in_tier.keys()}
+    one_pass.in_tier.update(new)
+    if new and one_pass.mode != EAGER:  # eager steps run in order
+        one_pass.stored[index] = list(new.values())
+    stored = {name: one_pass.in_tier[name] if name in in_tier else value for name, value in values.items()}
     names_inputs, names_inside = body.inputs, body.saved_inside
 
     def fetch(gate: Any) -> tuple[list[Any], list[Any]]:

@@ -67,16 +67,21 @@ def _config(layer: Any, *, keep_seeds: bool) -> str:
     try:
         config = layer.get_config()
         plain = keras.saving.serialize_keras_object(config)
-        return json.dumps(_without_names(plain, keep_seeds), sort_keys=True)
+        return json.dumps(_without_names(plain, keep_seeds, is_layer=True), sort_keys=True)
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         raise Incomparable from error
 
 
-def _without_names(config: Any, keep_seeds: bool) -> Any:
+def _without_names(config: Any, keep_seeds: bool, *, is_layer: bool = False) -> Any:
     """The configuration without the names of layers and, for layers that draw through a seed state, without seeds."""
     if isinstance(config, dict):
-        dropped = {"name", "build_config", "shared_object_id"} | (set() if keep_seeds else {"seed"})
-        return {key: _without_names(value, keep_seeds) for key, value in config.items() if key not in dropped}
+        dropped = ({"name"} if is_layer else set()) | {"build_config", "shared_object_id"} | (set() if keep_seeds else {"seed"})
+        inside_layer = config.get("module") == "keras.layers"
+        return {
+            key: _without_names(value, keep_seeds, is_layer=inside_layer and key == "config")
+            for key, value in config.items()
+            if key not in dropped
+        }
     if isinstance(config, (list, tuple)):
         return [_without_names(value, keep_seeds) for value in config]
     return config
@@ -86,7 +91,8 @@ def _attributes(operation: Any) -> tuple:
     """The attributes of an operation or of a user's layer, since its configuration may leave some out."""
     rows = []
     for key, value in sorted(vars(operation).items()):
-        if key in _BOOKKEEPING or (isinstance(operation, keras.Layer) and key in _LAYER_ATTRIBUTES):
+        is_of_every_layer = isinstance(operation, keras.Layer) and key in _LAYER_ATTRIBUTES
+        if key in _BOOKKEEPING or is_of_every_layer or key.startswith("_self_"):  # `_self_`: TensorFlow's checkpointing
             continue
         rows.append((key, _comparable(value)))
     return tuple(rows)

@@ -183,7 +183,7 @@ class _Flattening:
         if not isinstance(model, keras.Model) or model.activity_regularizer is not None:
             return None
         graph = keras_internals.functional_part(model)
-        if graph is None or not keras_internals.runs_its_graph(model) or set(node.arguments.kwargs) - {"training"}:
+        if graph is None or not keras_internals.runs_its_graph(model) or _given(node.arguments.kwargs) - {"training"}:
             return None
         given = node.input_tensors
         if len(given) != len(graph.inputs) or any(len(a.shape) != len(b.shape) for a, b in zip(given, graph.inputs, strict=True)):
@@ -232,7 +232,9 @@ class _Flattening:
 
     def _spec(self, name: str, tensor: Any, kind: str = "activation") -> TensorSpec:
         dtype = keras.backend.standardize_dtype(tensor.dtype)
-        if dtype not in DTYPE_BYTES or getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False):
+        # Only inputs say truly whether they are sparse: `x * 2.0` calls itself so.
+        is_sparse = kind == "input" and (getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False))
+        if dtype not in DTYPE_BYTES or is_sparse:
             raise UnsupportedModelError(
                 f"Tensor {name!r} is sparse, ragged or of a dtype without a size, which regions cannot pass on. Make it dense "
                 f"before the model. Received: {tensor!r}"
@@ -246,6 +248,11 @@ class _Flattening:
                 f"Received: shape={tuple(tensor.shape)}"
             )
         return TensorSpec(name, shape, dtype, kind)
+
+
+def _given(kwargs: dict[str, Any]) -> set[str]:
+    """Keras notes the arguments that it fills in too, with None where there is nothing."""
+    return {name for name, value in kwargs.items() if value is not None}
 
 
 def _makes_masks(layer: Any) -> bool:

@@ -32,7 +32,7 @@ def grouped_update(optimizer: Any, update: "GroupedUpdate", before_update: Calla
     """Inside, `optimizer.apply_gradients` waits for all gradients, calls `before_update`, and updates group by group.
 
     So a step that fails before its gradients exist has changed neither weights nor slots nor state. Optimizers that do not allow
-    a grouped update, and updates under `tf.distribute`, run Keras' own.
+    a grouped update run Keras' own.
     """
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
@@ -41,7 +41,7 @@ def grouped_update(optimizer: Any, update: "GroupedUpdate", before_update: Calla
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
         with tf.control_dependencies([] if tf.executing_eagerly() else [tf.group(*gradients)]):
             before_update()
-            if type(inner) not in SHAREABLE or tf.distribute.has_strategy() or any(_overwritten(v) for _, v in pairs):
+            if type(inner) not in SHAREABLE or any(_overwritten(v) for _, v in pairs):
                 return original(pairs)
             with keras_internals.replaced_update(inner, lambda *args: update(inner, *args)):
                 return original(pairs)

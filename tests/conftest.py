@@ -2,3 +2,20 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import pytest
+import tensorflow as tf
+
+# Two devices, so that a copy to the host and a replica are real transfers without a GPU.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean_keras():
+    import keras
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)

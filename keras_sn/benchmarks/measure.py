@@ -121,22 +121,21 @@ def measure(configuration: Configuration) -> Row:
     gpus = tf.config.list_physical_devices("GPU")
     if gpus and configuration.memory_bytes is not None:
         device.configure_gpu(memory_limit=configuration.memory_bytes)
-    row = asdict(configuration) | {"depth": configuration.depth, "fits": False, "reason": ""} | provenance()
+    row: Row = asdict(configuration) | {"depth": configuration.depth, "fits": False, "reason": ""} | provenance()
     try:
         model = _build(configuration)
-        row |= _train(model, configuration)
+        figures = _train(model, configuration)
     except (tf.errors.OpError, keras_sn.BudgetError, MemoryError) as error:
         text = str(error)
         if isinstance(error, tf.errors.OpError) and not _is_out_of_memory(text):
             raise
         return row | {"reason": text.splitlines()[0] if text else type(error).__name__, "peak_bytes": None}
-    if gpus:
-        row["peak_bytes"] = device.measured_peak_bytes()
     plan = getattr(model, "plan", None)
-    row["planned_peak_bytes"] = plan.planned_peak_bytes if plan else None
+    row |= figures | {"planned_peak_bytes": plan.planned_peak_bytes if plan else None}
+    if gpus:
+        return row | {"fits": True, "peak_bytes": device.measured_peak_bytes()}
     cap_bytes = configuration.memory_bytes
-    row["fits"] = bool(gpus) or cap_bytes is None or row["peak_bytes"] <= cap_bytes
-    return row
+    return row | {"fits": cap_bytes is None or figures["peak_bytes"] <= cap_bytes}
 
 
 def _is_out_of_memory(text: str) -> bool:

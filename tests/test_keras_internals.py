@@ -1,0 +1,150 @@
+"""Each private Keras or TensorFlow name that keras_sn uses still means what keras_sn takes it for."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers as L
+
+from keras_sn import keras_internals
+
+
+@pytest.fixture
+def model():
+    inputs = keras.Input((4,))
+    dense = L.Dense(4)
+    return keras.Model(inputs, L.ReLU()(dense(dense(inputs))))
+
+
+def test_nodes_in_execution_order(model):
+    nodes = keras_internals.nodes_in_execution_order(model)
+    assert [type(node.operation).__name__ for node in nodes] == ["Dense", "Dense", "ReLU"]
+    assert nodes[1].input_tensors[0] is nodes[0].outputs[0]
+    args, kwargs = nodes[0].arguments.fill_in({id(nodes[0].input_tensors[0]): "x"})
+    assert (args, kwargs) == (("x",), {})
+
+
+def test_functional_part(model):
+    sequential = keras.Sequential([keras.Input((4,)), L.Dense(2)])
+    assert keras_internals.functional_part(model) is model
+    assert isinstance(keras_internals.functional_part(sequential), keras_internals.Functional)
+    assert keras_internals.functional_part(keras.Sequential([L.Dense(2)])) is None
+
+
+def test_only_graph_models_run_their_graph(model):
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    assert keras_internals.runs_its_graph(model)
+    assert not keras_internals.runs_its_graph(Own())
+
+
+def test_inputs_are_standardized(model):
+    (x,) = keras_internals.standardize_inputs(model, np.zeros((2, 4), "float64"))
+    assert x.dtype == tf.float32
+
+
+def test_masks_and_scopes():
+    x = tf.zeros((2, 3))
+    assert keras_internals.get_mask(x) is None
+    keras_internals.set_mask(x, tf.ones((2,), tf.bool))
+    assert keras_internals.get_mask(x).dtype == tf.bool
+    assert not keras_internals.in_stateless_scope()
+    with keras.StatelessScope():
+        assert keras_internals.in_stateless_scope()
+
+
+def test_call_context_sets_training_and_keeps_losses():
+    class Outer(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dropout = L.Dropout(0.5)
+            self.regularized = L.Dense(3, activity_regularizer="l2")
+
+        def call(self, x):  # no `training` argument
+            return self.regularized(self.dropout(x))
+
+    outer = Outer()
+    outer(tf.ones((1, 3)))
+    with keras_internals.call_context(None), keras.StatelessScope(collect_losses=True) as scope:
+        dropped = outer.dropout(tf.ones((100, 3)))
+        outer(tf.ones((1, 3)))
+        outer(tf.ones((1, 3)))
+    assert (dropped.numpy() == 0).any()
+    assert len(scope.losses) == 2
+    layers = keras_internals.sublayers(outer)
+    assert layers[keras_internals.owner_of_loss(layers, scope.losses[0])] is outer.regularized
+
+
+def test_autocast():
+    variable = keras.Variable(np.ones(2, "float32"))
+    with keras_internals.call_context("float16"):
+        assert variable.value.dtype == tf.float16
+        with keras_internals.without_autocast():
+            assert variable.value.dtype == tf.float32
+
+
+def test_updates_in_a_scope_are_seen():
+    variable = keras.Variable(1.0, trainable=False)
+    with keras.StatelessScope() as scope:
+        variable.assign(2.0)
+    assert keras_internals.updated_variable_ids(scope) == {id(variable)}
+
+
+def test_recording():
+    variable = tf.Variable(1.0)
+    with tf.GradientTape():
+        assert keras_internals.is_recorded(variable * 2)
+        assert not keras_internals.is_recorded(tf.constant(1.0))
+        with keras_internals.stop_recording():
+            assert not keras_internals.is_recorded(variable * 2)
+
+
+def test_a_saved_value_takes_the_place_of_a_computed_one():
+    @tf.function
+    def function(x, saved):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = keras_internals.in_place_of(x * 3.0, saved) ** 2
+        return tape.gradient(y, x)
+
+    assert float(function(tf.constant(1.0), tf.constant(5.0))) == 2 * 5 * 3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
+def test_slots(model, optimizer):
+    optimizer = keras.optimizers.get(optimizer)
+    keras_internals.build_optimizer(optimizer, model.trainable_variables)
+    slots = keras_internals.slot_lists(optimizer)
+    total = sum(len(of_kind) for of_kind in slots.values())
+    own = {"iteration", "learning_rate"}
+    assert total == len([v for v in optimizer.variables if v.path.rpartition("/")[2] not in own])
+    assert keras_internals.place_in_optimizer(optimizer, model.trainable_variables[1]) == 1
+
+
+def test_the_update_can_be_replaced(model):
+    optimizer, seen = keras.optimizers.AdamW(weight_decay=0.1), []
+    with keras_internals.replaced_update(optimizer, lambda *args: seen.append(args)):
+        optimizer.apply_gradients([(tf.zeros(v.shape), v) for v in model.trainable_variables])
+    before = [v.numpy() for v in model.trainable_variables]
+    (gradients, variables, _), iterations = seen[0], int(optimizer.iterations)
+    assert len(gradients) == len(variables) == len(model.trainable_variables)
+    assert iterations == 1
+    optimizer.apply_gradients([(tf.ones(v.shape), v) for v in model.trainable_variables])
+    assert any((v.numpy() != old).any() for v, old in zip(model.trainable_variables, before, strict=True))
+
+
+def test_clone_model_runs_the_graph_with_symbolic_inputs(model):
+    # `FunctionalSNModel._run_through_graph` hands the settings on there.
+    seen = []
+
+    class Watched(keras_internals.Functional):
+        def _run_through_graph(self, inputs, *args, **kwargs):
+            seen.append("call_fn" in kwargs and isinstance(keras.tree.flatten(inputs)[0], keras.KerasTensor))
+            return super()._run_through_graph(inputs, *args, **kwargs)
+
+    watched = Watched(model.input, model.output)
+    seen.clear()
+    keras.models.clone_model(watched)
+    assert seen[0]

@@ -1,0 +1,403 @@
+"""`SNModel` as a `keras.Model`: training loops, files, refusals."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers as L
+from parity import assert_equal, rewriting_off, train, train_plain
+
+import keras_sn
+from keras_sn.errors import BudgetError, PlanError, UnsupportedModelError
+
+rewriting_off()
+
+
+def _plain(width=8, dropout=0.3):
+    inputs = keras.Input((width,), name="x")
+    x = L.Dense(width, activation="relu", name="a")(inputs)
+    x = L.BatchNormalization(name="b")(x)
+    return keras.Model(inputs, L.Dense(2, name="c")(L.Dropout(dropout, name="d")(x)), name="net")
+
+
+X = np.random.default_rng(0).normal(size=(12, 8)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(12, 2)).astype("float32")
+
+
+def _weights(model):
+    return [np.asarray(keras.ops.convert_to_numpy(v)) for v in model.variables]
+
+
+def _both(make_step, policy="recompute"):
+    """Runs the same training loop on a plain and on a planned model; returns their weights."""
+    results = []
+    for planned in (False, True):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(5)
+        model = _plain()
+        if planned:
+            model = keras_sn.SNModel.from_model(model, policy=policy)
+        make_step(model)
+        results.append(_weights(model))
+    for plain, ours in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, plain)
+
+
+# --- training loops
+
+
+def test_steps_per_execution():
+    plain = train("resnet", "graph", "float32", None, steps_per_execution=2)
+    assert_equal(train("resnet", "graph", "float32", "recompute", steps_per_execution=2), plain, exact=True)
+
+
+def test_custom_training_loop():
+    def loop(model):
+        optimizer = keras.optimizers.Adam(0.01)
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+            optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+
+        for _ in range(3):
+            step(X, Y)
+
+    _both(loop)
+
+
+def test_overridden_train_step_and_compute_loss():
+    def train_overridden(model):
+        class Doubling(type(model)):
+            def train_step(self, data):
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = 2.0 * self.compute_loss(x, y, self(x, training=True))
+                self.optimizer.apply_gradients(
+                    zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+                )
+                return {"loss": loss}
+
+            def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+                return keras.ops.mean(keras.ops.abs(y - y_pred))
+
+        overridden = Doubling(model.input, model.output, **({"policy": "recompute"} if "SN" in type(model).__name__ else {}))
+        overridden.compile("adam", jit_compile=False)
+        overridden.fit(X, Y, batch_size=4, epochs=2, verbose=0, shuffle=False)
+
+    _both(train_overridden)
+
+
+def test_sample_weights_and_generators_and_datasets():
+    def fit(model):
+        model.compile(keras.optimizers.SGD(0.1), "mse", weighted_metrics=["mae"], jit_compile=False)
+        model.fit(X, Y, sample_weight=np.arange(12.0), batch_size=5, verbose=0, shuffle=False)
+        model.fit(((X[i : i + 4], Y[i : i + 4]) for i in range(0, 12, 4)), steps_per_epoch=3, verbose=0)
+        model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5), verbose=0)
+        model.train_on_batch(X[:7], Y[:7])
+
+    _both(fit)
+
+
+def test_mirrored_strategy():
+    results = []
+    for planned in (False, True):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(5)
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope():
+            model = _plain()
+            if planned:
+                model = keras_sn.SNModel.from_model(model, policy="recompute")
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        history = model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(6), epochs=2, verbose=0).history
+        results.append([np.array(history["loss"]), *_weights(model)])
+    assert model.plan.batch_size == 3
+    for plain, ours in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-6)
+
+
+def test_layers_frozen_between_fits():
+    def fit(model):
+        for trainable in (True, False, True):
+            model.get_layer("a").trainable = trainable
+            model.compile("sgd", "mse", jit_compile=False)
+            model.fit(X, Y, batch_size=4, verbose=0, shuffle=False)
+
+    _both(fit)
+
+
+def test_a_region_that_xla_cannot_compile_falls_back_alone():
+    class NoXla(L.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.supports_jit = False
+
+        def call(self, x):
+            return tf.ensure_shape(tf.numpy_function(lambda a: a * 2, [x], tf.float32), x.shape)
+
+    inputs = keras.Input((8,))
+    x = L.Dense(8, name="a")(inputs)
+    model = keras_sn.SNModel(
+        inputs, L.Dense(2, name="c")(NoXla(name="b")(x)), policy={"a": "recompute", "b": "keep", "c": "recompute"}
+    )
+    model.compile("sgd", "mse", jit_compile=True)
+    assert model.fit(X, Y, batch_size=4, verbose=0).history["loss"][0] > 0
+    modes = {function.mode for function in model._executor_in_force().library._by_structure.values()}
+    assert modes == {"xla", "eager"}
+
+
+# --- plans
+
+
+def test_if_it_fits_the_train_step_is_keras_own():
+    model = keras_sn.SNModel.from_model(_plain(), memory_budget="1GiB")
+    model.compile("sgd", "mse", jit_compile=True)
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert model.plan.is_plain
+    assert model.jit_compile is True
+    assert model._now.executor is None
+
+
+def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not():
+    model = keras_sn.SNModel.from_model(_plain(), policy="recompute")
+    model.compile("sgd", "mse", jit_compile=False)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    first = model.plan
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert model.plan is first
+    model.fit(X, Y, batch_size=12, verbose=0)
+    assert model.plan.batch_size == 12
+
+
+def test_reserved_bytes_count_weights_gradients_and_slots():
+    model = keras_sn.SNModel.from_model(_plain(), policy="recompute")
+    model.compile("adam", "mse")
+    plan = model.build_plan(4)
+    trainable = 4 * (8 * 8 + 8 + 8 + 8 + 8 * 2 + 2)
+    state = 4 * (8 + 8) + 2 * 4  # moving statistics, the seed state of the dropout
+    assert plan.reserved_bytes == trainable * 2 + state + 2 * trainable + 4 + 4  # gradients; two moments; iteration, rate
+
+
+def test_one_line_says_what_will_happen():
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("keras_sn")
+    logger.addHandler(handler)
+    try:
+        model = keras_sn.SNModel.from_model(_plain(), policy="recompute", memory_budget="1GiB")
+        model.compile("sgd", "mse", jit_compile=False)
+        model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
+    finally:
+        logger.removeHandler(handler)
+    assert len(records) == 1
+    for word in ("budget 1.00 GiB", "plain peak", "->", "regions recomputed", "to the host", "more arithmetic"):
+        assert word in records[0]
+
+
+# --- files
+
+
+def test_save_and_load(tmp_path):
+    # Without dropout: Keras does not save seed states.
+    model = keras_sn.SNModel.from_model(_plain(dropout=0.0), memory_budget="3GiB", policy={"a": "recompute"})
+    model.compile("adam", "mse", jit_compile=False)
+    model.fit(X, Y, batch_size=4, verbose=0)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded, keras_sn.SNModel)
+    assert loaded.settings == model.settings
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+    plain = _plain()
+    plain.load_weights(tmp_path / "model.weights.h5")
+    np.testing.assert_array_equal(plain.predict(X, verbose=0), model.predict(X, verbose=0))
+    for one in (model, loaded):
+        one.fit(X, Y, batch_size=4, verbose=0, shuffle=False)
+    for a, b in zip(_weights(model), _weights(loaded), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_clone_model_keeps_the_settings():
+    model = keras_sn.SNModel.from_model(_plain(), memory_budget="3GiB", policy="recompute")
+    clone = keras.models.clone_model(model)
+    assert isinstance(clone, keras_sn.SNModel)
+    assert clone.settings == model.settings
+    assert clone.get_layer("a") is not model.get_layer("a")
+    assert keras_sn.SNModel(model.input, model.output).settings == keras_sn.SNModel.from_model(_plain()).settings
+
+
+def test_from_model_shares_weights_and_dtype_policy():
+    keras.config.set_dtype_policy("mixed_float16")
+    plain = _plain()
+    keras.config.set_dtype_policy("float32")
+    model = keras_sn.SNModel.from_model(plain)
+    assert [id(v) for v in model.variables] == [id(v) for v in plain.variables]
+    assert model.compute_dtype == "float16"
+    sequential = keras.Sequential([keras.Input((8,)), L.Dense(2)])
+    np.testing.assert_array_equal(keras_sn.SNModel.from_model(sequential).predict(X, verbose=0), sequential.predict(X, verbose=0))
+
+
+def test_a_users_class_can_build_a_graph_in_its_constructor():
+    class Net(keras_sn.SNModel):
+        def __init__(self):
+            inputs = keras.Input((8,))
+            super().__init__(inputs, L.Dense(2)(inputs), policy="recompute")
+
+    model = Net()
+    model.compile("sgd", "mse", jit_compile=False)
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert model.plan.regions
+    assert keras_sn.SNModel.__bases__ == (keras.Model,)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"memory_budget": "12 apples"}, BudgetError),
+        ({"memory_budget": 0}, BudgetError),
+        ({"host_budget": "-1GiB"}, BudgetError),
+        ({"policy": "fastest"}, PlanError),
+        ({"policy": {"a": "drop"}}, PlanError),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments, error):
+    with pytest.raises(error, match="Received: "):
+        keras_sn.SNModel.from_model(_plain(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"memory_budget": 300}, BudgetError), ({"policy": {"nobody": "recompute"}}, PlanError)],
+)
+def test_what_cannot_be_planned_is_refused_before_training(arguments, error):
+    model = keras_sn.SNModel.from_model(_plain(), **arguments)
+    model.compile("adam", "mse", jit_compile=False)
+    before = _weights(model)
+    with pytest.raises(error, match="Received: "):
+        model.fit(X, Y, batch_size=4, verbose=0)
+    for a, b in zip(before, _weights(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_unsupported_models_are_refused():
+    class Net(keras_sn.SNModel):
+        def call(self, x):
+            return x
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            return {}
+
+    with pytest.raises(UnsupportedModelError, match=r"functional and Sequential.*Received"):
+        Net()
+    inputs = keras.Input((8,))
+    with pytest.raises(UnsupportedModelError, match=r"own `train_step\(\)`.*Received"):
+        keras_sn.SNModel.from_model(Own(inputs, L.Dense(2)(inputs)))
+    with pytest.raises(UnsupportedModelError, match=r"not built.*Received"):
+        keras_sn.SNModel.from_model(keras.Sequential([L.Dense(2)]))
+
+
+def test_a_batch_of_another_shape_is_refused_before_training():
+    model = keras_sn.SNModel.from_model(_plain(), policy="recompute")
+    model.compile("adam", "mse", jit_compile=False)
+    before = _weights(model)
+    with pytest.raises(ValueError, match=r"expected shape=\(None, 8\), found shape=\(None, 9\)"):
+        model.fit(np.ones((4, 9)), np.ones((4, 2)), verbose=0)
+    for a, b in zip(before, _weights(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_variables_that_no_layer_owns_are_refused():
+    class Making(L.Layer):
+        def call(self, x):
+            return x + tf.Variable(1.0)
+
+    counter = keras.Variable(0.0, trainable=False)
+
+    class Foreign(L.Layer):
+        def call(self, x):
+            counter.assign_add(1.0)
+            return x
+
+    for layer, message in ((Making(), r"makes a variable inside `call\(\)`"), (Foreign(), "does not own")):
+        inputs = keras.Input((8,))
+        model = keras_sn.SNModel(inputs, L.Dense(2)(layer(inputs)), policy="recompute")
+        model.compile("sgd", "mse", jit_compile=False)
+        with pytest.raises(UnsupportedModelError, match=message):
+            model.fit(X, Y, batch_size=4, verbose=0)
+
+
+def test_an_unknown_batch_size_is_refused_with_what_to_do():
+    model = keras_sn.SNModel.from_model(_plain(), policy="recompute")
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 8))])
+    def step(x):
+        return model(x, training=True)
+
+    with pytest.raises(Exception, match="build_plan"):  # autograph gives it another type
+        step(X)
+    model.build_plan(4)
+    step(X)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_step_that_fails_changes_nothing(eager):
+    class FailingGradient(L.Layer):
+        """Runs out of memory in the backward pass of the third step."""
+
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.supports_jit = False
+
+        def call(self, x):
+            @tf.custom_gradient
+            def through(x):
+                def gradient(upstream):
+                    def fail(g):
+                        FailingGradient.steps += 1
+                        if FailingGradient.steps == 3:
+                            raise MemoryError("injected")
+                        return g
+
+                    return tf.ensure_shape(tf.numpy_function(fail, [upstream], tf.float32), upstream.shape)
+
+                return tf.identity(x), gradient
+
+            return through(x)
+
+    FailingGradient.steps = 0
+    inputs = keras.Input((8,))
+    x = L.BatchNormalization()(L.Dense(8)(inputs))
+    x = L.Dropout(0.5)(L.Dense(8, activation="relu")(FailingGradient()(x)))
+    model = keras_sn.SNModel(inputs, L.Dense(2)(x), policy="recompute")
+    model.compile("adam", "mse", run_eagerly=eager, jit_compile=False)
+    model.train_on_batch(X[:4], Y[:4])
+    model.train_on_batch(X[4:8], Y[4:8])
+    before = [*_weights(model), *(np.asarray(keras.ops.convert_to_numpy(v)) for v in model.optimizer.variables)]
+    with pytest.raises((tf.errors.OpError, MemoryError)):
+        model.train_on_batch(X[8:], Y[8:])
+    after = [*_weights(model), *(np.asarray(keras.ops.convert_to_numpy(v)) for v in model.optimizer.variables)]
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    model.train_on_batch(X[8:], Y[8:])  # and the next step works
+
+
+def test_other_backends_are_refused():
+    import os
+    import subprocess
+    import sys
+
+    code = "import keras_sn"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"KERAS_BACKEND": "numpy"}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode != 0
+    assert "Received: KERAS_BACKEND=numpy" in run.stderr

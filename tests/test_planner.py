@@ -1,0 +1,148 @@
+import keras
+import pytest
+from keras import layers as L
+
+from keras_sn.errors import BudgetError, PlanError
+from keras_sn.graph import LayerGraph
+from keras_sn.plan import DEVICE, HOST, Plan
+from keras_sn.planner import make_plan
+from keras_sn.predict import predict
+from keras_sn.trace import trace
+
+
+def _chain(blocks=24, width=256, batch_size=32):
+    inputs = x = keras.Input((width,))
+    for i in range(blocks):
+        x = L.ReLU(name=f"block_{i}_relu")(L.BatchNormalization(name=f"block_{i}_bn")(L.Dense(width, name=f"block_{i}_dense")(x)))
+    return trace(keras.Model(inputs, L.Dense(2, name="head")(x)), batch_size).graph
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return _chain()
+
+
+def _plan(graph, policy, **arguments):
+    return make_plan(graph, policy, **{"batch_size": 32, "reserved_bytes": 1000} | arguments)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload", "superneurons", {"block_1*": "recompute", "head": "offload"}])
+def test_every_layer_call_is_in_one_region_and_saved_tensors_are_its_own(graph, policy):
+    plan = _plan(graph, policy)
+    assert [name for region in plan.regions for name in region.layers] == [layer.name for layer in graph.layers]
+    for region in plan.regions:
+        layers = [graph.layers[graph.position[name]] for name in region.layers]
+        touched = {t for layer in layers for t in (*layer.inputs, *layer.outputs)}
+        assert {one.tensor for one in region.saved} <= touched
+        assert len({one.tensor for one in region.saved}) == len(region.saved)
+
+
+def test_recompute_needs_far_less_memory_and_a_third_more_arithmetic(graph):
+    plan = _plan(graph, "recompute")
+    assert plan.planned_peak_bytes < 0.55 * plan.plain_peak_bytes
+    assert 1.2 < plan.slowdown < 1.34
+    assert plan.offloaded_bytes == 0
+
+
+def test_offload_recomputes_no_costly_layer(graph):
+    plan = _plan(graph, "offload")
+    assert plan.slowdown < 1.01
+    assert plan.offloaded_bytes > 0.5 * plan.plain_peak_bytes
+    assert plan.planned_peak_bytes < 0.5 * plan.plain_peak_bytes
+
+
+def test_superneurons_cuts_after_costly_layers_and_offloads_their_outputs(graph):
+    plan = _plan(graph, "superneurons")
+    costly = {layer.name for layer in graph.layers if layer.is_costly}
+    assert {region.layers[-1] for region in plan.regions} == costly
+    away = {one.tensor for region in plan.regions for one in region.saved if one.tier == HOST}
+    assert away == costly - {"head"}
+    assert all(one.prefetch_at is not None for region in plan.regions for one in region.saved if one.tier == HOST)
+
+
+def test_auto_takes_the_first_that_fits(graph):
+    plain = _plan(graph, "none").plain_peak_bytes
+    recompute = _plan(graph, "recompute").planned_peak_bytes
+    assert _plan(graph, "auto").is_plain
+    assert _plan(graph, "auto", budget_bytes=plain).is_plain
+    middle = _plan(graph, "auto", budget_bytes=plain - 1)
+    assert not middle.is_plain
+    assert middle.offloaded_bytes == 0
+    tight = _plan(graph, "auto", budget_bytes=recompute - 1)
+    assert tight.offloaded_bytes > 0
+    assert tight.planned_peak_bytes < recompute
+
+
+def test_a_budget_that_nothing_fits_names_the_layer_and_the_bytes(graph):
+    with pytest.raises(BudgetError, match=r"smallest found needs [\d,]+ bytes .* at layer '.*Received: memory_budget=20,000"):
+        _plan(graph, "auto", budget_bytes=20_000)
+    with pytest.raises(BudgetError, match=r"need 1,000 bytes.*Received: memory_budget=999"):
+        _plan(graph, "auto", budget_bytes=999)
+    with pytest.raises(BudgetError, match=r"host_budget=10"):
+        _plan(graph, "auto", budget_bytes=_plan(graph, "recompute").planned_peak_bytes - 1, host_budget_bytes=10)
+
+
+def test_policies_that_are_none():
+    graph = _chain(2)
+    for policy in ("fast", {}, {"*": "drop"}, 3, None):
+        with pytest.raises(PlanError, match="Received: policy="):
+            _plan(graph, policy)
+    with pytest.raises(PlanError, match="block_1_dense.*Received"):
+        _plan(graph, {"block_1_dens": "recompute"})
+
+
+def test_patterns_match_names_with_and_without_models_around_them():
+    inner_in = keras.Input((4,))
+    inner = keras.Model(inner_in, L.Dense(4, name="dense")(inner_in), name="inner")
+    outer_in = keras.Input((4,))
+    graph = trace(keras.Model(outer_in, inner(inner(outer_in))), 2).graph
+    for pattern in ("dense", "inner/dense", "inner*", "den*"):
+        assert any(region.recompute for region in _plan(graph, {pattern: "recompute"}).regions)
+
+
+def test_a_tensor_is_in_one_place_only():
+    inputs = keras.Input((64,))
+    skip = L.Dense(64, name="a")(inputs)
+    x = L.Dense(64, name="b")(skip)
+    x = L.Add(name="c")([x, skip])
+    graph = trace(keras.Model(inputs, L.Dense(64, name="d")(x)), 8).graph
+    for policy in ({"b": "offload", "c": "recompute", "*": "keep"}, "superneurons", "offload"):
+        tiers = {}
+        for region in _plan(graph, policy).regions:
+            for one in region.saved:
+                tiers.setdefault(one.tensor, set()).add(one.tier == DEVICE)
+        assert all(len(places) == 1 for places in tiers.values())
+
+
+def test_graphs_of_no_and_one_layer():
+    empty = LayerGraph((), {}, (), ())
+    for policy in ("auto", "recompute", "offload", "superneurons", "none"):
+        assert _plan(empty, policy, budget_bytes=2000).is_plain
+    inputs = keras.Input((4,))
+    single = trace(keras.Model(inputs, L.Dense(3, name="only")(inputs)), 2).graph
+    assert [region.layers for region in _plan(single, "recompute").regions] == [("only",)]
+
+
+def test_the_prediction_of_a_hand_made_chain():
+    """Three layers of 100 bytes each, all in one region: forward holds two, backward all that is read and a gradient pair."""
+    inputs = x = keras.Input((25,))
+    for name in "abc":
+        x = L.ReLU(name=name)(x)
+    graph = trace(keras.Model(inputs, x), 1).graph
+    region = _plan(graph, {"*": "recompute"}).regions[0]
+    assert predict(graph, [region.__class__(("a", "b", "c"), region.saved)]).peak_bytes == 3 * 100 + 2 * 100
+
+
+def test_plans_survive_json(graph):
+    for policy in ("recompute", "offload", "none"):
+        plan = _plan(graph, policy)
+        assert Plan.from_json(plan.to_json()) == plan
+    for text in ("", "[]", "{}", '{"regions": [1]}'):
+        with pytest.raises(PlanError, match="Received"):
+            Plan.from_json(text)
+
+
+def test_a_plan_prints_as_a_table(graph):
+    text = str(_plan(graph, "superneurons"))
+    assert "block_3_dense" in text
+    assert "regions recomputed" in text

@@ -1,0 +1,209 @@
+"""What TensorFlow really runs: what is recomputed, what is copied, what is traced."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers as L
+from tensorflow.python.eager import context
+
+import keras_sn
+from keras_sn import pool
+from keras_sn.pool import Tier
+
+
+def _blocks(count=4, width=512, **arguments):
+    inputs = x = keras.Input((width,))
+    for i in range(count):
+        x = L.Dense(width, activation="relu", name=f"dense_{i}")(x)
+        x = L.Dense(width, name=f"linear_{i}")(x)
+    return keras_sn.SNModel(inputs, L.Dense(2, name="head")(x), **arguments)
+
+
+def _fit(model, batch=8, **arguments):
+    model.compile("sgd", "mse", jit_compile=arguments.pop("jit_compile", False))
+    x = np.ones((batch, model.input_shape[-1]), "float32")
+    return model.fit(x, np.zeros((batch, 2), "float32"), batch_size=batch, verbose=0, **arguments)
+
+
+def _optimized_graphs(model):
+    """Every graph that one training step runs, after TensorFlow has optimized and split it."""
+    x = tf.ones((8, model.input_shape[-1]))
+    step = tf.function(model.train_step, autograph=False)
+    context.context().enable_run_metadata()
+    try:
+        step((x, tf.zeros((8, 2))))
+        metadata = context.context().export_run_metadata()
+    finally:
+        context.context().disable_run_metadata()
+    return [graph for one in metadata.function_graphs for graph in one.partition_graphs]
+
+
+def _count(graphs, operation, device=""):
+    return sum(node.op == operation and device in node.device for graph in graphs for node in graph.node)
+
+
+@pytest.fixture
+def _host_is_another_device(monkeypatch):
+    monkeypatch.setitem(pool.TIERS, "host", Tier("host", "/CPU:1"))
+
+
+@pytest.mark.usefixtures("_host_is_another_device")
+def test_every_planned_copy_survives_the_graph_optimizer():
+    model = _blocks(policy={"dense_*": "offload", "linear_*": "offload", "head": "keep"})
+    _fit(model)
+    plan = model.plan
+    put = {one.tensor for region in plan.regions for one in region.saved if one.tier == "host"}
+    # Two fetches of one tensor at one time are one copy.
+    fetched = len({(one.tensor, one.prefetch_at) for region in plan.regions for one in region.saved if one.tier == "host"})
+    assert len(put) >= 6
+    graphs = _optimized_graphs(model)
+    assert _count(graphs, "Snapshot", "CPU:1") == len(put) + fetched
+    # Each put crosses from the device, each fetch crosses back.
+    to_host = sum(n.op == "_Send" and "CPU:1" in n.attr["recv_device"].s.decode() for g in graphs for n in g.node)
+    back = sum(n.op == "_Send" and "CPU:1" in n.attr["send_device"].s.decode() for g in graphs for n in g.node)
+    assert to_host >= len(put)
+    assert back >= len(put)
+
+
+def test_a_copy_back_waits_for_the_backward_pass():
+    model = _blocks(policy={"dense_*": "offload", "linear_*": "offload", "head": "keep"})
+    _fit(model)
+    graph = tf.function(model.train_step).get_concrete_function((tf.ones((8, 512)), tf.zeros((8, 2)))).graph
+    snapshots = [op for op in graph.get_operations() if op.type == "Snapshot"]
+    backs = [op for op in snapshots if op.inputs[0].op.type == "Snapshot"]
+    assert backs
+    assert all(op.control_inputs for op in backs)
+
+
+def _matmuls(function, *args):
+    return sum(node.op == "MatMul" for node in function.get_concrete_function(*args).graph.as_graph_def().node)
+
+
+@pytest.mark.parametrize(("policy", "forward", "backward"), [("recompute", 2, 1 + 4), ("offload", 2, 4)])
+def test_only_what_is_not_saved_is_computed_again(policy, forward, backward):
+    """Two dense layers without activation: forward 2 products, backward 2 for each layer, and the first again if not saved."""
+    inputs = keras.Input((64,))
+    model = keras_sn.SNModel(inputs, L.Dense(64, name="b")(L.Dense(64, name="a")(inputs)), policy={"*": policy})
+    model.compile("sgd", "mse", jit_compile=False)
+    x = tf.ones((4, 64))
+    model.build_plan(4)
+    executor = model._executor_in_force()
+    body = executor.bodies[0]
+    if len(executor.bodies) > 1:
+        pytest.skip("the planner cut this chain")
+    function = executor.library.function_for(body, "function", jit=False, inline=False)
+    trainable = [tf.convert_to_tensor(v.value) for v in body.trainable]
+    result = function.forward([x], [None], trainable, [])
+    args = ([x], [None], result.saved, trainable, [], [tf.ones((4, 64))], [], [True], [None])
+    run = function.backward.get_concrete_function(*args)
+    reached, stack = set(), [t.op for t in run.structured_outputs[0] + run.structured_outputs[1] if t is not None]
+    while stack:
+        op = stack.pop()
+        if op.name not in reached:
+            reached.add(op.name)
+            stack += [t.op for t in op.inputs]
+    needed = [op for op in run.graph.get_operations() if op.name in reached and op.type == "MatMul"]
+    assert _matmuls(function.forward, [x], [None], trainable, []) == forward
+    assert len(needed) == backward
+
+
+def test_the_train_step_is_traced_once():
+    traces = []
+
+    class Counting(L.Layer):
+        def call(self, x):
+            traces.append(tf.inside_function())
+            return x
+
+    inputs = keras.Input((8,))
+    x = L.Dense(8)(Counting()(inputs))
+    for policy, expected in (("recompute", 2), ("none", 1)):
+        model = keras_sn.SNModel(inputs, L.Dense(2)(x), policy=policy)
+        model.compile(keras.optimizers.Adam(), "mse", jit_compile=False)
+        traces.clear()
+        model.fit(np.ones((8, 8)), np.ones((8, 2)), batch_size=4, epochs=3, verbose=0)
+        assert len(traces) == expected  # once forward, once backward
+
+
+def test_regions_without_gradients_are_not_prepared_for_a_backward_pass():
+    inputs = keras.Input((8,))
+    x = L.Dense(8, name="frozen", trainable=False)(inputs)
+    model = keras_sn.SNModel(inputs, L.Dense(2, name="head")(x), policy={"frozen": "recompute", "head": "recompute"})
+    model.compile("sgd", "mse", jit_compile=False)
+    model.build_plan(4)
+    executor = model._executor_in_force()
+    model.fit(np.ones((4, 8)), np.ones((4, 2)), batch_size=4, verbose=0)
+    frozen = executor.library.function_for(executor.bodies[0], "function", jit=False, inline=False)
+    assert frozen.forward.experimental_get_tracing_count() == 1
+    assert frozen.backward.experimental_get_tracing_count() == 0
+
+
+def test_gradients_equal_tf_recompute_grad_on_a_pure_function():
+    keras.utils.set_random_seed(1)
+    model = _blocks(2, 16, policy={"*": "recompute"})
+    model.compile("sgd", "mse", jit_compile=False)
+    x = tf.random.normal((4, 16))
+    plain = keras.Model(model.input, model.output)
+
+    @tf.function
+    def ours():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True) ** 2)
+        return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+    @tf.function
+    def theirs():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.recompute_grad(plain)(x) ** 2)
+        return tape.gradient(loss, [v.value for v in plain.trainable_variables])
+
+    for a, b in zip(ours(), theirs(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_input_gradients_and_unconnected_outputs():
+    """A tape that watches the input gets its gradient; weights that the loss does not reach get None, as in Keras."""
+    inputs = keras.Input((8,))
+    x = L.Dense(8, name="trunk")(inputs)
+    outputs = {"used": L.Dense(2, name="used")(x), "unused": L.Dense(2, name="unused")(x)}
+    plain = keras.Model(inputs, outputs)
+    model = keras_sn.SNModel.from_model(plain, policy={"*": "recompute"})
+    x = tf.random.normal((4, 8))
+    results = []
+    for one in (plain, model):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(one(x, training=True)["used"] ** 2)
+        results.append(tape.gradient(loss, [x, *(v.value for v in one.trainable_variables)]))
+    assert [g is None for g in results[0]] == [g is None for g in results[1]]
+    assert sum(g is None for g in results[1]) == 2
+    for a, b in zip(*results, strict=True):
+        if a is not None:
+            np.testing.assert_array_equal(a, b)
+
+
+def test_evaluation_and_prediction_never_recompute():
+    model = _blocks(policy="recompute")
+    _fit(model)
+    for function in (model.test_step, lambda data: model.predict_step(data[0])):
+        graph = tf.function(function).get_concrete_function((tf.ones((8, 512)), tf.zeros((8, 2)))).graph
+        assert not [op for op in graph.get_operations() if "PartitionedCall" in op.type]
+        assert sum(op.type == "MatMul" for op in graph.get_operations()) == 9
+
+
+def test_nothing_saved_outlives_an_eager_step():
+    import gc
+    import weakref
+
+    model = _blocks(2, 16, policy="recompute")
+    model.compile("sgd", "mse", run_eagerly=True)
+    x = tf.ones((4, 16))
+    with tf.GradientTape() as tape:
+        y = model(x, training=True)
+        loss = tf.reduce_sum(y)
+    watched = weakref.ref(y)
+    tape.gradient(loss, [v.value for v in model.trainable_variables])
+    del y, loss, tape
+    gc.collect()
+    assert watched() is None
