@@ -20,18 +20,18 @@ def first_batch_size(x: Any, batch_size: int | None) -> tuple[Any, int]:
     """
     if isinstance(x, tf.data.Dataset):
         static = next((spec.shape[0] for spec in tf.nest.flatten(x.element_spec) if spec.shape.rank), None)
-        return x, static if static is not None else _samples(next(iter(x)))
+        return x, static if static is not None else count_samples(next(iter(x)))
     if isinstance(x, tf.distribute.DistributedDataset):
-        return x, _samples(next(iter(x)))
+        return x, count_samples(next(iter(x)))
     if isinstance(x, keras.utils.PyDataset):
-        return x, _samples(x[0])
+        return x, count_samples(x[0])
     if isinstance(x, Iterator):
         first = next(x)
-        return _resumed(first, x), _samples(first)
+        return _resumed(first, x), count_samples(first)
     if type(x).__module__.startswith("torch.utils.data"):
-        return x, x.batch_size or _samples(next(iter(x)))
-    length = _samples(x)
-    return x, length if batch_size is None and length < 32 else min(batch_size or 32, length)
+        return x, x.batch_size or count_samples(next(iter(x)))
+    length = count_samples(x)
+    return x, min(batch_size or 32, length)
 
 
 def _resumed(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
@@ -40,7 +40,7 @@ def _resumed(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield from rest
 
 
-def _samples(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """The length of the first array in a batch; of all replicas together for a distributed one."""
     first = next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
     if hasattr(first, "values") and isinstance(first.values, tuple):

@@ -29,9 +29,7 @@ class CostModel:
         for one in fields(self):
             value = getattr(self, one.name)
             if not (value > 0 or (value == 0 and one.name == "launch_seconds")):
-                raise PlanError(
-                    f"`{one.name}` of a cost model must be greater than zero. Received: {one.name}={value!r}"
-                )
+                raise PlanError(f"`{one.name}` of a cost model must be greater than zero. Received: {one.name}={value!r}")
 
     def forward_seconds(self, layer: LayerCall, graph: LayerGraph) -> float:
         """Seconds of the forward step, and of a recompute step."""

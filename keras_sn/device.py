@@ -51,9 +51,7 @@ class GpuConfiguration:
         limit = "all that is free" if self.memory_limit_bytes is None else format_bytes(self.memory_limit_bytes)
         host = "TensorFlow's default" if self.host_limit_bytes is None else format_bytes(self.host_limit_bytes)
         growth, state = "on" if self.growth else "off", "open" if self.is_open else "not opened yet"
-        return (
-            f"{self.gpu}: memory limit {limit}, growth {growth}, allocator {self.allocator}, host limit {host}, {state}"
-        )
+        return f"{self.gpu}: memory limit {limit}, growth {growth}, allocator {self.allocator}, host limit {host}, {state}"
 
 
 def configure_gpu(
@@ -215,9 +213,7 @@ def _cgroup_limit_bytes() -> int | None:
             # A container may be told its path on the host, which does not exist inside: all parents are tried.
             for parent in (folder, *folder.parents):
                 with suppress(OSError, ValueError):  # not there, or "max"
-                    limits.append(
-                        int((parent / ("memory.limit_in_bytes" if controllers else "memory.max")).read_text())
-                    )
+                    limits.append(int((parent / ("memory.limit_in_bytes" if controllers else "memory.max")).read_text()))
     return min(limits) if min(limits) < _NO_LIMIT_BYTES else None
 
 

@@ -78,7 +78,9 @@ class LayerGraph:
             names.add(layer.name)
             for tensor in layer.inputs:
                 if tensor not in known:
-                    raise PlanError(f"Layer call {layer.name!r} reads a tensor that nothing before it makes. Received: {tensor!r}")
+                    raise PlanError(
+                        f"Layer call {layer.name!r} reads a tensor that nothing before it makes. Received: {tensor!r}"
+                    )
             known.update(layer.outputs)
         for tensor in (*known, *self.outputs):
             if tensor not in known or tensor not in self.tensors:

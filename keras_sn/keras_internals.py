@@ -177,7 +177,11 @@ def optimizer_on(optimizer: Any, variables: Sequence[Any], slots: dict[str, list
     places = {id(variable): place for place, variable in enumerate(variables)}
     vars(twin).update(slots)
     # The count is already divided by the accumulation steps.
-    vars(twin).update(_iterations=iterations, gradient_accumulation_steps=None, _get_variable_index=lambda variable: places[id(variable)])
+    vars(twin).update(
+        _iterations=iterations,
+        gradient_accumulation_steps=None,
+        _get_variable_index=lambda variable: places[id(variable)],
+    )
     return twin
 
 

@@ -99,8 +99,7 @@ def analyze_liveness(steps: Sequence[Step], nbytes: Mapping[str, int]) -> Livene
                 last_used[current[tensor]] = index
             elif tensor in nbytes:
                 raise PlanError(
-                    f"Step {step.layer!r} ({step.phase}) reads a tensor that no step before it makes. "
-                    f"Received: {tensor!r}"
+                    f"Step {step.layer!r} ({step.phase}) reads a tensor that no step before it makes. Received: {tensor!r}"
                 )
         for tensor in step.writes - step.reads:
             if tensor not in nbytes:

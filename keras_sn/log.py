@@ -1,4 +1,4 @@
-"""The logger of the package. What it says at INFO is meant to be seen, so it has a handler of its own until the user gives one."""
+"""The logger of the package. What it says at INFO is meant to be seen, so it has a handler until the user gives one."""
 
 import logging
 

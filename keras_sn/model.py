@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_sn import device, keras_internals
-from keras_sn.batches import first_batch_size
+from keras_sn.batches import count_samples, first_batch_size
 from keras_sn.errors import PlanError, UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES
 from keras_sn.log import log
@@ -89,8 +89,8 @@ class SNModel(keras.Model):
         memory_budget: What the device may hold during a training step: bytes, or text such as `"12GiB"`. None means what the
             device has.
         host_budget: What the host may hold of it; None means 80 % of the free memory.
-        policy: `"auto"` (the first that fits of plain Keras, recomputation, recomputation and offload), `"recompute"`, `"offload"`,
-            `"superneurons"`, `"none"`, or a dict from patterns of layer names to `"keep"`, `"recompute"` or `"offload"`.
+        policy: `"auto"` (the first that fits of plain Keras, recomputation, recomputation and offload), `"recompute"`,
+            `"offload"`,            `"superneurons"`, `"none"`, or a dict from patterns of layer names to `"keep"`, `"recompute"` or `"offload"`.
 
     Raises:
         BudgetError: A budget is not a size.
@@ -138,7 +138,7 @@ class SNModel(keras.Model):
         for name in _OWN_METHODS:
             if getattr(type(model), name).__module__.partition(".")[0] not in ("keras", "keras_sn"):
                 raise UnsupportedModelError(
-                    f"Class {type(model).__name__} has its own `{name}()`, which a converted model would lose. Derive the class from "
+                    f"Class {type(model).__name__} has its own `{name}()`, which a converted model would lose. Derive it from "
                     f"`keras_sn.SNModel` instead of `keras.Model`. Received: {model!r}"
                 )
         graph = keras_internals.functional_part(model)
@@ -216,8 +216,8 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         """The plan in force, or a new one for a batch larger than it was made for."""
         if batch_size is None and self._now.plan is None:
             raise PlanError(
-                "The batch size is not known, so no plan can be made. Call `model.build_plan(batch_size=...)` before the training "
-                "loop, or give the data a fixed batch size. Received: a batch axis of unknown size"
+                "The batch size is not known, so no plan can be made. Call `model.build_plan(batch_size=...)` before "
+                "the training loop, or give the data a fixed batch size. Received: a batch axis of unknown size"
             )
         if self._now.plan is None or (batch_size is not None and batch_size > self._now.plan.batch_size):
             return self.build_plan(batch_size)
@@ -278,7 +278,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
 
     def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.compiled:
-            self._planned_for(first_batch_size(x, None)[1])
+            self._planned_for(count_samples(x))
         return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
 
     train_on_batch.__doc__ = keras.Model.train_on_batch.__doc__
@@ -296,7 +296,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
             self.jit_compile = outer_jit
 
     def _wants_jit(self) -> bool:
-        """Whether regions are compiled by XLA: as Keras decides, but a layer that XLA cannot compile counts for its region only."""
+        """Whether regions are compiled by XLA: as Keras decides, but a layer that XLA cannot compile counts for its region."""
         asked = keras_internals.asked_for_jit(self) if self.compiled else "auto"
         if asked == "auto":
             return keras_internals.would_jit(self)
@@ -330,7 +330,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
     def _run_through_graph(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = super()._run_through_graph(inputs, *args, **kwargs)
         if "call_fn" in kwargs:
-            # `clone_model` gives this argument with symbolic inputs; it makes the clone of these tensors and a name, nothing else.
+            # `clone_model` gives this argument with symbolic inputs, and makes the clone of these tensors and a name.
             for tensor in keras.tree.flatten(outputs):
                 if isinstance(tensor, keras.KerasTensor):
                     tensor._keras_sn_settings = self.settings

@@ -16,9 +16,7 @@ from keras_sn.plan import Free, Instruction, Offload, Prefetch, Run
 from keras_sn.steps import BACKWARD, FORWARD, Step
 
 
-def insert_transfers(
-    steps: Sequence[Step], nbytes: Mapping[str, int], *, eager: Sequence[str] = ()
-) -> tuple[Instruction, ...]:
+def insert_transfers(steps: Sequence[Step], nbytes: Mapping[str, int], *, eager: Sequence[str] = ()) -> tuple[Instruction, ...]:
     """Runs the steps, frees what is dead, and offloads the `eager` tensors whether memory is short or not.
 
     An eager tensor leaves after the step that makes it; its device copy goes after the forward step that makes the next

@@ -60,8 +60,8 @@ def make_plan(
     check_policy(policy)
     if budget_bytes is not None and reserved_bytes > budget_bytes:
         raise BudgetError(
-            f"Weights, gradients and optimizer slots need {reserved_bytes:,} bytes ({format_bytes(reserved_bytes)}), more than the "
-            "memory budget, and no plan can move them. Raise the budget, or use a smaller model or an optimizer with fewer "
+            f"Weights, gradients and optimizer slots need {reserved_bytes:,} bytes ({format_bytes(reserved_bytes)}), more than "
+            "the memory budget, and no plan can move them. Raise the budget, or use a smaller model or an optimizer with fewer "
             f"slots. Received: memory_budget={budget_bytes:,} bytes"
         )
     plain = predict(graph, [_keep_all(graph)] if graph.layers else [])

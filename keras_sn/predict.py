@@ -11,7 +11,6 @@ from itertools import accumulate
 from keras_sn.graph import LayerCall, LayerGraph
 from keras_sn.plan import DEVICE, Plan, Region, Saved
 
-
 COPY_WINDOW = Plan.copy_window
 
 
@@ -54,7 +53,10 @@ class _Timeline:
         self.change = [0] * (2 * self.count + 1)
         self.region_of = {name: index for index, region in enumerate(regions) for name in region.layers}
         self.made_in = {
-            tensor: self.region_of[layer.name] for layer in graph.layers for tensor in layer.outputs if layer.name in self.region_of
+            tensor: self.region_of[layer.name]
+            for layer in graph.layers
+            for tensor in layer.outputs
+            if layer.name in self.region_of
         }
         self.readers: dict[str, list[int]] = {}
         self.keepers: dict[str, list[int]] = {}

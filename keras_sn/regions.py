@@ -112,7 +112,9 @@ class RegionFunction:
         pairs = zip(differentiated, [*output_gradients, *loss_gradients, *seeds], strict=True)
         targets = [(target, gradient) for target, gradient in pairs if gradient is not None]
         return tape.gradient(
-            [target for target, _ in targets], [sources, trainable], output_gradients=[gradient for _, gradient in targets]
+            [target for target, _ in targets],
+            [sources, trainable],
+            output_gradients=[gradient for _, gradient in targets],
         )
 
     def _pure(self, inputs, masks, trainable, state, saved) -> RegionResult:
@@ -156,8 +158,8 @@ def _run(call: TracedCall, tensors: dict[str, Any]) -> list[Any]:
 
     def refuse(next_creator: Any, **kwargs: Any) -> Any:
         raise UnsupportedModelError(
-            f"Layer {call.operation.name!r} makes a variable inside `call()`. Make it in `__init__()` or `build()`, as an attribute "
-            f"of the layer. Received: layer call {call.name!r}"
+            f"Layer {call.operation.name!r} makes a variable inside `call()`. Make it in `__init__()` or `build()`, as an "
+            f"attribute of the layer. Received: layer call {call.name!r}"
         )
 
     with tf.variable_creator_scope(refuse):

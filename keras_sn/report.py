@@ -12,7 +12,8 @@ from keras_sn.log import log
 from keras_sn.plan import DEVICE, Plan, Region
 from keras_sn.sizes import format_bytes
 
-def format_plan(plan: Plan, width: int = 100) -> str:
+
+def format_plan(plan: Plan, width: int = 80) -> str:
     """Shows a plan as a table, one row for each region.
 
     Args:
@@ -34,7 +35,14 @@ def format_plan(plan: Plan, width: int = 100) -> str:
         first, last = region.layers[0], region.layers[-1]
         calls = first if first == last else f"{first} … {last}"
         away = len(region.saved) - here
-        table.add_row(str(index), calls, str(len(region.layers)), _action(region), f"{here} saved" * bool(here), f"{away} saved" * bool(away))
+        table.add_row(
+            str(index),
+            calls,
+            str(len(region.layers)),
+            _action(region),
+            f"{here} saved" * bool(here),
+            f"{away} saved" * bool(away),
+        )
     console = Console(width=width, color_system=None)
     with console.capture() as captured:
         if plan.regions:

@@ -79,11 +79,13 @@ def _kernel_flops(layer: Any, inputs: Sequence[TensorSpec], outputs: Sequence[Te
     return 2 * positions * sum(prod(kernel.shape) for kernel in kernels)
 
 
-_LINEAR = tuple(
-    getattr(keras.layers, name)
-    for dimensions in ("1D", "2D", "3D")
-    for name in (f"Conv{dimensions}", f"Conv{dimensions}Transpose")
-) + (
+_LINEAR = (
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
     keras.layers.DepthwiseConv1D,
     keras.layers.DepthwiseConv2D,
     keras.layers.SeparableConv1D,

@@ -182,15 +182,11 @@ class _Machine:
         """Says why a tensor that a step reads is not on the device."""
         rest = self.instructions[index + 1 :]
         verb = "is recomputed from" if step.phase == RECOMPUTE else "reads"
-        late = next(
-            (i for i, one in enumerate(rest, index + 1) if isinstance(one, Prefetch) and one.tensor == tensor), 0
-        )
+        late = next((i for i, one in enumerate(rest, index + 1) if isinstance(one, Prefetch) and one.tensor == tensor), 0)
         if late:
             reason = f"which is prefetched too late, by instruction {late}: move the prefetch before this step"
         elif tensor in self.freed_at:
-            reason = (
-                f"which was freed too early, by instruction {self.freed_at[tensor]}: free it later or bring it back"
-            )
+            reason = f"which was freed too early, by instruction {self.freed_at[tensor]}: free it later or bring it back"
         else:
             reason = "which no step before it makes"
         return PlanError(f"Step {step.layer!r} ({step.phase}) {verb} {tensor!r}, {reason}. {self.at(index)}")

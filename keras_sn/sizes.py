@@ -8,6 +8,7 @@ from keras_sn.errors import BudgetError
 _FACTORS = {"": 1, "B": 1}
 _FACTORS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", start=1)}
 _FACTORS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -33,8 +34,7 @@ def parse_bytes(size: int | float | str, *, argument: str) -> int:
         number = float(size)
     if number is None or number != number or number in (float("inf"), float("-inf")):
         raise BudgetError(
-            f"`{argument}` must be a number of bytes or a text such as '12GiB', '12GB' or '800MiB'. "
-            f"Received: {argument}={size!r}"
+            f"`{argument}` must be a number of bytes or a text such as '12GiB', '12GB' or '800MiB'. Received: {argument}={size!r}"
         )
     if number < 1:
         raise BudgetError(f"`{argument}` must be at least one byte. Received: {argument}={size!r}")
@@ -44,11 +44,7 @@ def parse_bytes(size: int | float | str, *, argument: str) -> int:
 def format_bytes(size: int | float) -> str:
     """Shows a size in binary units, three significant digits (`"1.50 GiB"`)."""
     size = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            break
-        size /= 1024
-    else:
-        unit = "TiB"
+    unit = next((one for power, one in enumerate(_UNITS) if abs(size) < 1024 ** (power + 1)), _UNITS[-1])
+    size /= 1024 ** _UNITS.index(unit)
     digits = 0 if unit == "B" else 2 if abs(size) < 10 else 1 if abs(size) < 100 else 0
     return f"{size:.{digits}f} {unit}"

@@ -56,7 +56,7 @@ def _operation(operation: Any) -> tuple:
     is_built_in = type(operation).__module__.startswith(("keras.", "keras_sn."))
     if not isinstance(operation, keras.Layer):
         return type(operation), _attributes(operation)
-    if isinstance(operation, keras.layers.Lambda) or isinstance(operation, keras.Model):
+    if isinstance(operation, (keras.layers.Lambda, keras.Model)):
         raise Incomparable  # their configuration holds code, or layers with names inside
     weights = tuple((tuple(v.shape), str(v.dtype), v.trainable) for v in operation.variables)
     own = () if is_built_in else _attributes(operation)
@@ -131,5 +131,9 @@ def _plain_dtype(value: Any) -> Any:
     return [("slice", value.start, value.stop, value.step)] if isinstance(value, slice) else value
 
 
-_LAYER_ATTRIBUTES = frozenset(vars(keras.layers.Identity(name="keras_sn_probe"))) | {"_build_shapes_dict", "_lock", "built"}
+_LAYER_ATTRIBUTES = frozenset(vars(keras.layers.Identity(name="keras_sn_probe"))) | {
+    "_build_shapes_dict",
+    "_lock",
+    "built",
+}
 """What every Keras layer has; the configuration and the variables speak for it."""

@@ -1,7 +1,7 @@
 """The optimizer's update as one compiled function for each group of variables of equal shapes.
 
-Keras traces about ten operations for each weight and launches a kernel for most of them; in a network of a thousand layers that is
-most of the step. Here the same `update_step` runs on all weights of a region in one function, shared by all regions of equal
+Keras traces about ten operations for each weight and launches a kernel for most of them; in a network of a thousand layers
+that is most of the step. Here the same `update_step` runs on all weights of a region in one function, shared by all regions of equal
 structure. Everything around it is Keras' own code.
 """
 
@@ -24,7 +24,7 @@ SHAREABLE = (
     keras.optimizers.Adamax,
     keras.optimizers.Lion,
 )
-"""Optimizers whose `update_step` uses one variable with its slots, the learning rate and the iteration count, and nothing else."""
+"""Optimizers whose `update_step` uses one variable with its slots, the learning rate and the iteration count, no more."""
 
 
 @contextmanager

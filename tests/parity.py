@@ -19,7 +19,9 @@ def rewriting_off() -> None:
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
-def train(name: str, mode: str, dtype: str, policy: Any, *, steps_per_execution: int = 1, optimizer: Any = None) -> dict[str, Any]:
+def train(
+    name: str, mode: str, dtype: str, policy: Any, *, steps_per_execution: int = 1, optimizer: Any = None
+) -> dict[str, Any]:
     """Trains for two epochs (under XLA: one step) and returns every number that training changes."""
     keras.backend.clear_session()
     keras.config.set_dtype_policy(dtype)

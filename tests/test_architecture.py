@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "keras_sn"
-LAYERS = (
-    """errors sizes graph steps plan liveness recompute cache cost offload simulate paper_models cuts predict planner"""
-)
+LAYERS = """errors sizes graph steps plan liveness recompute cache cost offload simulate paper_models cuts predict planner"""
 LAYERS = LAYERS.split()
 """The modules that plan, in the order in which they may import one another."""
 FOREIGN = {"keras", "tensorflow", "numpy", "scipy", "rich", "matplotlib", "psutil"}
@@ -49,9 +47,7 @@ def test_imports_point_one_way(module):
 
 def test_no_import_goes_in_circles():
     imports = {
-        path.stem: modules_of(imported_names(path, everywhere=False))
-        for path in PACKAGE.glob("*.py")
-        if path.stem != "__init__"
+        path.stem: modules_of(imported_names(path, everywhere=False)) for path in PACKAGE.glob("*.py") if path.stem != "__init__"
     }
     assert len(tuple(TopologicalSorter(imports).static_order())) >= len(LAYERS)  # raises CycleError
 

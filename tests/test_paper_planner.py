@@ -31,9 +31,7 @@ def small_graph(*layers, outputs, inputs=("x",), size=1):
     """A graph of `(name, inputs, outputs)` or with a dict of further fields; all tensors have `size` floats."""
     calls = []
     for name, reads, writes, *fields in layers:
-        calls.append(
-            LayerCall(name, "ACT", tuple(reads.split()), tuple(writes.split()), **(fields[0] if fields else {}))
-        )
+        calls.append(LayerCall(name, "ACT", tuple(reads.split()), tuple(writes.split()), **(fields[0] if fields else {})))
     names = {*inputs, *outputs, *(tensor for call in calls for tensor in (*call.inputs, *call.outputs))}
     kinds = dict.fromkeys(inputs, "input")
     tensors = {name: TensorSpec(name, (size,), "float32", kinds.get(name, "activation")) for name in names}
@@ -284,9 +282,7 @@ def test_fork_gradient_is_a_sum_after_the_first():
 def test_a_gradient_is_made_in_place_only_without_other_contributions():
     alone = small_graph(("a", "x", "t"), ("b", "t", "u", {"gradient_in_place": True}), ("c", "u", "y"), outputs=("y",))
     assert training_steps(alone)[4] == Step("b", "backward", frozenset({"grad:u"}), frozenset({"grad:u"}))
-    forked = small_graph(
-        ("a", "x", "t"), ("b", "t", "u", {"gradient_in_place": True}), ("c", "t u", "y"), outputs=("y",)
-    )
+    forked = small_graph(("a", "x", "t"), ("b", "t", "u", {"gradient_in_place": True}), ("c", "t u", "y"), outputs=("y",))
     assert training_steps(forked)[4] == Step("b", "backward", frozenset({"grad:u", "grad:t"}), frozenset({"grad:t"}))
 
 
@@ -609,9 +605,7 @@ def test_workspace_that_cannot_be(schedule):
 
 
 def test_cost_model():
-    graph = small_graph(
-        ("conv", "x", "a", {"flops": 4000, "is_costly": True}), ("act", "a", "y"), outputs=("y",), size=100
-    )
+    graph = small_graph(("conv", "x", "a", {"flops": 4000, "is_costly": True}), ("act", "a", "y"), outputs=("y",), size=100)
     model = CostModel(flops_per_second=1000, bytes_per_second=400, link_bytes_per_second=100, launch_seconds=0.5)
     conv, act = graph.layers
     assert model.forward_seconds(conv, graph) == 0.5 + 4

@@ -87,7 +87,7 @@ def test_policies_that_are_none():
     for policy in ("fast", {}, {"*": "drop"}, 3, None):
         with pytest.raises(PlanError, match="Received: policy="):
             _plan(graph, policy)
-    with pytest.raises(PlanError, match="block_1_dense.*Received"):
+    with pytest.raises(PlanError, match=r"block_1_dense.*Received"):
         _plan(graph, {"block_1_dens": "recompute"})
 
 

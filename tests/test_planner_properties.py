@@ -34,9 +34,7 @@ def random_graph(seed: int) -> LayerGraph:
             tensors[output] = TensorSpec(output, shape, "int32" if random.random() < 0.05 else "float32")
         saved = tuple(tensor for tensor in (*inputs, *outputs) if random.random() < 0.6)
         costly = random.random() < 0.3
-        layers.append(
-            LayerCall(f"l{index}", "any", inputs, outputs, saved, is_costly=costly, gradient_in_place=in_place)
-        )
+        layers.append(LayerCall(f"l{index}", "any", inputs, outputs, saved, is_costly=costly, gradient_in_place=in_place))
     read = {tensor for layer in layers for tensor in layer.inputs}
     made = [tensor for layer in layers for tensor in layer.outputs]
     outputs = [tensor for tensor in made if (tensor not in read and random.random() < 0.8) or random.random() < 0.05]
@@ -190,9 +188,7 @@ def test_illegal_edits_are_found_and_name_step_and_tensor(seed):
     frees = [index for index, one in enumerate(legal) if isinstance(one, Free)]
     index = random.choice(frees)
     tensor = legal[index].tensor
-    reader = max(
-        i for i in range(index) if isinstance(legal[i], Run) and tensor in legal[i].step.reads | legal[i].step.writes
-    )
+    reader = max(i for i in range(index) if isinstance(legal[i], Run) and tensor in legal[i].step.reads | legal[i].step.writes)
     edits = [[*legal[:index], legal[index], *legal[index:]]]
     if tensor in legal[reader].step.reads:
         edits.append([*legal[:reader], legal[index], *legal[reader:index], *legal[index + 1 :]])

@@ -6,7 +6,15 @@ from keras_sn.sizes import format_bytes, parse_bytes
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [(1, 1), (12 * 2**30, 12 * 2**30), ("12GiB", 12 * 2**30), ("12 gb", 12 * 10**9), ("1.5MiB", 3 * 2**19), ("800", 800), (6e9, 6 * 10**9)],
+    [
+        (1, 1),
+        (12 * 2**30, 12 * 2**30),
+        ("12GiB", 12 * 2**30),
+        ("12 gb", 12 * 10**9),
+        ("1.5MiB", 3 * 2**19),
+        ("800", 800),
+        (6e9, 6 * 10**9),
+    ],
 )
 def test_reads_sizes(text, expected):
     assert parse_bytes(text, argument="memory_budget") == expected
@@ -19,4 +27,10 @@ def test_refuses_what_is_no_size(bad):
 
 
 def test_shows_sizes():
-    assert [format_bytes(n) for n in (0, 1023, 1536, 12 * 2**30, 300 * 2**30)] == ["0 B", "1023 B", "1.50 KiB", "12.0 GiB", "300 GiB"]
+    assert [format_bytes(n) for n in (0, 1023, 1536, 12 * 2**30, 300 * 2**30)] == [
+        "0 B",
+        "1023 B",
+        "1.50 KiB",
+        "12.0 GiB",
+        "300 GiB",
+    ]

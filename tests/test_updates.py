@@ -48,7 +48,10 @@ def _train(optimizer, planned, dtype="float32", eager=False):
     model.compile(optimizer, "mse", jit_compile=False, run_eagerly=eager)
     x = np.random.default_rng(0).integers(0, 9, (16, 6))
     history = model.fit(x, x[:, :1].astype("float32"), batch_size=4, epochs=1, verbose=0, shuffle=False).history
-    return [history["loss"], *(np.asarray(keras.ops.convert_to_numpy(v)) for v in [*model.variables, *model.optimizer.variables])]
+    return [
+        history["loss"],
+        *(np.asarray(keras.ops.convert_to_numpy(v)) for v in [*model.variables, *model.optimizer.variables]),
+    ]
 
 
 @pytest.mark.parametrize(("name", "surrounding"), CASES)

@@ -1,4 +1,4 @@
-"""Small models of many kinds, with data and compile arguments. Names start with `front_`, `mid_` or `head_`, for dict policies."""
+"""Small models of many kinds, with data and compile arguments. Layer names start with `front_`, `mid_` or `head_`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,7 +123,10 @@ def two_in_two_out() -> keras.Model:
 
 
 def _two_data(rng):
-    x = {"image": rng.normal(size=(SAMPLES, 8, 8, 3)).astype("float32"), "number": rng.normal(size=(SAMPLES, 2)).astype("float32")}
+    x = {
+        "image": rng.normal(size=(SAMPLES, 8, 8, 3)).astype("float32"),
+        "number": rng.normal(size=(SAMPLES, 2)).astype("float32"),
+    }
     y = {"kind": rng.integers(0, 3, SAMPLES), "size": rng.normal(size=(SAMPLES, 1)).astype("float32")}
     return x, y
 

@@ -1,10 +1,11 @@
-"""`python -m keras_sn.benchmarks depth | step | paper`: each module has its own `--help`."""
+"""`python -m keras_sn.benchmarks demo | depth | step | paper`: each module has its own `--help`."""
 
 import argparse
 import importlib
 import sys
 
 BENCHMARKS = {
+    "demo": "the depth comparison, then a training on real images beside plain Keras",
     "depth": "the deepest ResNet that trains under a memory cap, plain TensorFlow and every policy",
     "step": "memory and speed of a training step, side by side",
     "paper": "the published numbers of SuperNeurons, beside ours",

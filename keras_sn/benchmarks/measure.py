@@ -45,7 +45,7 @@ from keras_sn.planner import POLICIES
 
 ENGINES = ("keras-graph", "keras-xla", *POLICIES, *(f"{policy}-xla" for policy in POLICIES))
 _PACKAGE = Path(keras_sn.__file__).parent
-_MEMORY_ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
+MEMORY_ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 
 Row = dict[str, Any]
 """A `Configuration`, what was measured, and where; see `measure`."""
@@ -96,7 +96,7 @@ def run(configuration: Configuration, timeout: float | None = None) -> Row:
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     if configuration.purpose == "memory":
-        environment |= _MEMORY_ENVIRONMENT
+        environment |= MEMORY_ENVIRONMENT
     row = asdict(configuration) | {"depth": configuration.depth, "fits": None, "peak_bytes": None}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -176,7 +176,7 @@ def _train(model: keras.Model, configuration: Configuration) -> Row:
     losses, seconds, residents = [], [], []
     for _ in range(configuration.steps):
         if configuration.purpose == "memory":
-            _give_memory_back()
+            give_memory_back()
         with device.ResidentPeak() as resident:
             start = time.perf_counter()
             losses.append(float(model.train_on_batch(images, labels, return_dict=True)["loss"]))
@@ -192,7 +192,7 @@ def _train(model: keras.Model, configuration: Configuration) -> Row:
     }
 
 
-def _give_memory_back() -> None:
+def give_memory_back() -> None:
     """Frees what nobody needs and returns it to the operating system, where the C library can (glibc)."""
     gc.collect()
     with suppress(OSError, AttributeError):

@@ -140,9 +140,7 @@ def table_4() -> list[Row]:
         for name, (depth, ratio) in published.TABLE_4.items()
     ]
     depths = [3 * (6 + 32 + n3 + 6) + 2 for n3 in (595, 596, 788)]
-    rows.append(
-        ("depth 3(n1+n2+n3+n4)+2", "1920, 2500", f"{depths[0]} or {depths[1]}, {depths[2]}", "the paper rounds")
-    )
+    rows.append(("depth 3(n1+n2+n3+n4)+2", "1920, 2500", f"{depths[0]} or {depths[1]}, {depths[2]}", "the paper rounds"))
     study = Study(deep_resnet(16, 596))
     steps = study.recomputed(COST_AWARE)
     convolutions, everything = (study.offloaded(steps, eager) for eager in (study.convolutions, study.checkpoints))
@@ -224,8 +222,7 @@ def models() -> list[Row]:
 
 
 TABLES: dict[str, Callable[[], list[Row]]] = {
-    table.__name__: table
-    for table in (alexnet_peaks, formulas, table_1, table_3, table_4, table_5, figure_8, models, ratios)
+    table.__name__: table for table in (alexnet_peaks, formulas, table_1, table_3, table_4, table_5, figure_8, models, ratios)
 }
 
 

@@ -55,9 +55,7 @@ class NetworkBuilder:
         self.layers.append(call)
         return outputs
 
-    def conv(
-        self, x: str, filters: int, kernel: Kernel, *, stride: int = 1, pad: int | None = 0, bias: bool = True
-    ) -> str:
+    def conv(self, x: str, filters: int, kernel: Kernel, *, stride: int = 1, pad: int | None = 0, bias: bool = True) -> str:
         """A convolution. `pad` is in pixels on each side; None keeps the size."""
         height, width, channels = self.shape(x)
         rows, columns = (kernel, kernel) if isinstance(kernel, int) else kernel

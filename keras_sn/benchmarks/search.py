@@ -51,7 +51,7 @@ FULL = Setting(
     width=64,
     batch_size=16,
     memory="12GiB",
-    first_n3=64,
+    first_n3=128,
     max_depth=4000,
     engines=("keras-graph", "keras-xla", "recompute-xla", "offload-xla", "superneurons-xla"),
     jobs=1,
@@ -72,9 +72,7 @@ SMALL = Setting(
 )
 
 
-def find_deepest(
-    trains: Callable[[int], bool], *, first: int, largest: int, is_close: Callable[[int, int], bool]
-) -> int:
+def find_deepest(trains: Callable[[int], bool], *, first: int, largest: int, is_close: Callable[[int, int], bool]) -> int:
     """Finds the largest number that `trains`, by doubling and then by halving the gap.
 
     Args:
@@ -95,7 +93,9 @@ def find_deepest(
         if too_deep is None:
             if deepest == largest:
                 return deepest
-            n = min(2 * deepest, largest)
+            n = 2 * deepest
+            if n >= largest or is_close(n, largest):
+                n = largest
         elif too_deep - deepest <= 1 or (deepest and is_close(deepest, too_deep)):
             return deepest
         else:
