@@ -10,50 +10,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_sn import device, keras_internals
+from keras_sn import keras_internals
 from keras_sn.batches import count_samples, first_batch_size
 from keras_sn.errors import PlanError, UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES
 from keras_sn.log import log
 from keras_sn.plan import Plan
-from keras_sn.planner import Policy, check_policy, make_plan
+from keras_sn.planner import make_plan
+from keras_sn.policies import Policy
 from keras_sn.report import MeasuredPeak, plan_line
 from keras_sn.runtime import PlanExecutor
-from keras_sn.sizes import parse_bytes
+from keras_sn.settings import Settings
 from keras_sn.trace import check_supported, trace
 from keras_sn.updates import GroupedUpdate, grouped_update
 
 _OWN_METHODS = ("train_step", "compute_loss", "compute_metrics", "test_step", "predict_step", "fit")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The user's wishes, checked."""
-
-    memory_budget: int | str | None = None
-    host_budget: int | str | None = None
-    policy: Policy = "auto"
-
-    def __post_init__(self):
-        check_policy(self.policy)
-        for argument in ("memory_budget", "host_budget"):
-            if getattr(self, argument) is not None:
-                parse_bytes(getattr(self, argument), argument=argument)
-
-    def budget_bytes(self) -> int | None:
-        """The memory budget in bytes; what the device has if none was given."""
-        if self.memory_budget is None:
-            return device.memory_limit_bytes()
-        return parse_bytes(self.memory_budget, argument="memory_budget")
-
-    def host_budget_bytes(self) -> int:
-        if self.host_budget is None:
-            return device.host_limit_bytes()
-        return parse_bytes(self.host_budget, argument="host_budget")
-
-    def config(self) -> dict[str, Any]:
-        policy = dict(self.policy) if isinstance(self.policy, Mapping) else self.policy
-        return {"memory_budget": self.memory_budget, "host_budget": self.host_budget, "policy": policy}
 
 
 @dataclass
@@ -90,7 +61,8 @@ class SNModel(keras.Model):
             device has.
         host_budget: What the host may hold of it; None means 80 % of the free memory.
         policy: `"auto"` (the first that fits of plain Keras, recomputation, recomputation and offload), `"recompute"`,
-            `"offload"`,            `"superneurons"`, `"none"`, or a dict from patterns of layer names to `"keep"`, `"recompute"` or `"offload"`.
+            `"offload"`, `"superneurons"`, `"none"`, or a dict from patterns of layer names to `"keep"`, `"recompute"` or
+            `"offload"`.
 
     Raises:
         BudgetError: A budget is not a size.
@@ -200,6 +172,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
                 reserved_bytes=self._reserved_bytes(),
                 budget_bytes=self.settings.budget_bytes(),
                 host_budget_bytes=self.settings.host_budget_bytes(),
+                compiled=self._wants_jit(),
             )
         plan = self._now.plans[batch_size]
         if plan is not self._now.plan:

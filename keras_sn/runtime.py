@@ -163,8 +163,8 @@ def _run_kept(one_pass: _Pass, index: int, body: RegionBody, function: RegionFun
 
 # Note: [Threading]
 # A tensor with several readers gets the sum of their gradients. Keras lets the tape add all of them at once, in the order in
-# which they arrive, the last reader's first. To round like that, and to add inside the compiled backward function, a region that reads
-# such a tensor returns it to the regions after it: their sum then comes back to this region, which adds its own to it.
+# which they arrive, the last reader's first. To round like that, and to add inside the compiled backward function, a region
+# that reads such a tensor returns it to the regions after it: their sum then comes back to this region, which adds its own to it.
 
 
 def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBody, function: RegionFunction) -> None:

@@ -1,8 +1,8 @@
 """The optimizer's update as one compiled function for each group of variables of equal shapes.
 
 Keras traces about ten operations for each weight and launches a kernel for most of them; in a network of a thousand layers
-that is most of the step. Here the same `update_step` runs on all weights of a region in one function, shared by all regions of equal
-structure. Everything around it is Keras' own code.
+that is most of the step. Here the same `update_step` runs on all weights of a region in one function, shared by all regions of
+equal structure. Everything around it is Keras' own code.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -91,7 +91,7 @@ def test_depth_writes_its_files(tmp_path, monkeypatch, capsys):
     ("argv", "message"),
     [
         (["width"], "invalid choice: 'width'"),
-        ([], "required: {depth,step,"),
+        ([], "arguments are required: {"),
         (["depth", "--engines", "torch"], "Received: 'torch'"),
         (["depth", "--memory", "much"], "Received: memory='much'"),
         (["depth", "--max-depth", "3"], "Received: --max-depth 3"),

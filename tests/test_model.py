@@ -147,7 +147,7 @@ def test_a_region_that_xla_cannot_compile_falls_back_alone():
     model.compile("sgd", "mse", jit_compile=True)
     assert model.fit(X, Y, batch_size=4, verbose=0).history["loss"][0] > 0
     modes = {function.mode for function in model._executor_in_force().library._by_structure.values()}
-    assert modes == {"xla", "eager"}
+    assert modes == {"xla", "function"}
 
 
 # --- plans

@@ -6,18 +6,37 @@ from zoo import ZOO
 
 rewriting_off()
 
-POLICIES = ("none", "recompute", "offload", "superneurons", DICT_POLICY)
-CASES = [
-    pytest.param(name, mode, dtype, policy, marks=pytest.mark.xdist_group(f"{name}-{mode}-{dtype}"))
-    for name, kind in ZOO.items()
-    for mode in ("eager", "graph", "xla")
-    for dtype in ("float32", "mixed_float16")[: 1 + kind.half_makes_sense]
-    for policy in POLICIES
-]
+POLICIES = {
+    "all": {"*": "recompute"},
+    "offload": "offload",
+    "superneurons": "superneurons",
+    "dict": DICT_POLICY,
+    "recompute": "recompute",
+    "none": "none",
+}
+MODES = {"float32": ("eager", "graph", "xla"), "mixed_float16": ("graph", "eager", "xla")}
+QUICK = {
+    ("float32", "eager"): ("all", "dict"),
+    ("float32", "graph"): ("all", "offload", "superneurons", "dict", "recompute"),
+    ("float32", "xla"): ("dict",),
+    ("mixed_float16", "graph"): ("dict",),
+}
+"""What CI runs of the matrix, for each model; the rest has the mark `full`."""
 
 
-@pytest.mark.parametrize(("name", "mode", "dtype", "policy"), CASES)
+def _cases():
+    for name, kind in ZOO.items():
+        for dtype in ("float32", "mixed_float16")[: 1 + kind.half_makes_sense]:
+            for mode in MODES[dtype]:
+                for policy in POLICIES:
+                    marks = [pytest.mark.xdist_group(f"{name}-{mode}-{dtype}")]
+                    if policy not in QUICK.get((dtype, mode), ()):
+                        marks.append(pytest.mark.full)
+                    yield pytest.param(name, mode, dtype, policy, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "mode", "dtype", "policy"), _cases())
 def test_equal_to_plain_keras(name, mode, dtype, policy):
     plain = train_plain(name, mode, dtype)
-    trained = train(name, mode, dtype, policy)
+    trained = train(name, mode, dtype, POLICIES[policy])
     assert_equal(trained, plain, exact=mode != "xla", rtol=2e-5 if dtype == "float32" else 5e-3)

@@ -144,7 +144,7 @@ ZOO = {
     "resnet": ZooModel(resnet, _image_data, _CLASSES, ["accuracy"], fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
     "transformer": ZooModel(transformer, _token_data),
     "masked_lstm": ZooModel(masked_lstm, _token_data, half_makes_sense=False),
-    "vae": ZooModel(vae, _vector_data),
+    "vae": ZooModel(vae, _vector_data, half_makes_sense=False),
     "siamese": ZooModel(siamese, _vector_data, metrics=["mae"]),
     "two_in_two_out": ZooModel(
         two_in_two_out,

@@ -41,7 +41,7 @@ import keras_sn
 from keras_sn import device
 from keras_sn.benchmarks import networks
 from keras_sn.errors import KerasSNError
-from keras_sn.planner import POLICIES
+from keras_sn.policies import POLICIES
 
 ENGINES = ("keras-graph", "keras-xla", *POLICIES, *(f"{policy}-xla" for policy in POLICIES))
 _PACKAGE = Path(keras_sn.__file__).parent

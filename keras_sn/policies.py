@@ -1,0 +1,172 @@
+"""The named policies: which regions a policy cuts, and what each region does with what its backward pass reads.
+
+`"recompute"`: regions that hold about equally many bytes, cut where few bytes cross, as many as give the lowest predicted peak.
+`"offload"`: the same, and what their backward passes read goes to the host instead of being recomputed. `"superneurons"`: Wang et
+al. 2018, section 3: a cut after each convolution or dense layer, their outputs offloaded, the rest recomputed. A dict gives an
+action for each pattern of layer-call names.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+from keras_sn.cuts import crossing_bytes, cuts_after, equal_cuts, runs
+from keras_sn.errors import PlanError
+from keras_sn.graph import LayerGraph
+from keras_sn.plan import DEVICE, HOST, Region, Saved
+from keras_sn.predict import predict
+
+POLICIES = ("auto", "none", "recompute", "offload", "superneurons")
+ACTIONS = ("keep", "recompute", "offload")
+Policy = str | Mapping[str, str]
+
+PREFETCH_DISTANCE = 2
+"""Regions: a copy back starts while the region before it in the backward pass still computes."""
+MIN_OFFLOAD_BYTES = 1024
+"""Smaller tensors stay: a copy has a fixed cost (torchtune's default)."""
+CLOSE_TO_LOWEST = 1.1
+"""A predicted peak within this factor of the lowest is as good."""
+
+
+def check_policy(policy: Policy) -> None:
+    """Raises `PlanError` if `policy` is none."""
+    if isinstance(policy, str) and policy in POLICIES:
+        return
+    if isinstance(policy, Mapping) and policy and all(action in ACTIONS for action in policy.values()):
+        return
+    raise PlanError(
+        f"`policy` must be one of {', '.join(map(repr, POLICIES))}, or a non-empty dict from layer-name patterns to one of "
+        f"{', '.join(map(repr, ACTIONS))}. Received: policy={policy!r}"
+    )
+
+
+def regions_of_policy(graph: LayerGraph, policy: Policy, *, compiled: bool) -> list[Region]:
+    """The regions of a policy other than `"none"` and `"auto"`.
+
+    Args:
+        graph: The layer graph, with at least one layer call.
+        policy: `"recompute"`, `"offload"`, `"superneurons"` or a dict.
+        compiled: Whether XLA compiles the regions; see `region`.
+
+    Raises:
+        PlanError: A dict names an unknown layer.
+    """
+    if isinstance(policy, Mapping):
+        return _by_pattern(graph, policy, compiled)
+    if policy == "superneurons":
+        return with_prefetch(_superneurons(graph))
+    return with_prefetch(best_cuts(graph, range(len(graph.layers)), policy, compiled=compiled))
+
+
+def keep_all(graph: LayerGraph) -> Region:
+    """The whole graph as plain Keras runs it."""
+    return Region(tuple(layer.name for layer in graph.layers), recompute=False)
+
+
+def region(graph: LayerGraph, names: Sequence[str], action: str, *, compiled: bool) -> Region:
+    """One region that keeps, recomputes, or offloads what its backward pass reads.
+
+    To keep means, without XLA, to run as plain Keras does. XLA fuses a layer that is cheap to recompute into the readers of its
+    output, so there it means to save the inputs and the outputs of costly layers, and nothing else.
+    """
+    layers = [graph.layers[graph.position[name]] for name in names]
+    if action == "keep" and not compiled:
+        return Region(tuple(names), recompute=False)
+    made = {tensor for layer in layers for tensor in layer.outputs}
+    inputs = tuple(dict.fromkeys(t for layer in layers for t in layer.inputs if t not in made))
+    if action == "recompute":
+        return Region(tuple(names), tuple(Saved(tensor) for tensor in inputs))
+    if action == "keep":
+        costly = tuple(t for layer in layers if layer.is_costly for t in layer.outputs)
+        return Region(tuple(names), tuple(Saved(tensor) for tensor in (*inputs, *costly)))
+    read = dict.fromkeys(t for layer in layers for t in layer.saved_for_backward if t in made)
+    return Region(tuple(names), tuple(Saved(tensor, tier_of(graph, tensor)) for tensor in (*inputs, *read)))
+
+
+def tier_of(graph: LayerGraph, tensor: str) -> str:
+    """Where a tensor goes that is to leave the device: to the host, unless that is no use."""
+    spec = graph.tensors[tensor]
+    return HOST if spec.kind != "input" and spec.nbytes >= MIN_OFFLOAD_BYTES else DEVICE
+
+
+def best_cuts(graph: LayerGraph, positions: range, action: str, *, compiled: bool) -> list[Region]:
+    """Equal regions, as many as give the lowest predicted peak when the layer calls around `positions` are kept.
+
+    Of numbers that come close to it the largest: small regions compile faster, and more of them are equal.
+    """
+    names = [layer.name for layer in graph.layers]
+    first, last, length = positions[0], positions[-1], len(positions)
+    crossing = crossing_bytes(graph)
+    counts = sorted({min(length, round(1.25**power)) for power in range(64) if 1.25**power < 1.25 * length})
+    around = [region(graph, part, "keep", compiled=compiled) for part in (names[:first], names[last + 1 :]) if part]
+    before, after = around[: bool(first)], around[bool(first) :]
+    candidates = []
+    for count in counts:
+        cut = runs(equal_cuts(graph, first, last, count, crossing), first)
+        regions = [region(graph, names[run.start : run.stop], action, compiled=compiled) for run in cut]
+        candidates.append((predict(graph, [*before, *regions, *after]).peak_bytes, regions))
+    near = CLOSE_TO_LOWEST * min(peak for peak, _ in candidates)
+    return max((regions for peak, regions in candidates if peak <= near), key=len)
+
+
+def _superneurons(graph: LayerGraph) -> list[Region]:
+    costly = {tensor for layer in graph.layers if layer.is_costly for tensor in layer.outputs}
+    names = [layer.name for layer in graph.layers]
+    regions = []
+    for run in runs(cuts_after(graph, lambda layer: layer.is_costly)):
+        cut = region(graph, names[run.start : run.stop], "recompute", compiled=True)
+        saved = (replace(one, tier=tier_of(graph, one.tensor)) if one.tensor in costly else one for one in cut.saved)
+        regions.append(replace(cut, saved=tuple(saved)))
+    return regions
+
+
+def _by_pattern(graph: LayerGraph, policy: Mapping[str, str], compiled: bool) -> list[Region]:
+    names = [layer.name for layer in graph.layers]
+    for pattern in policy:
+        if not any(_matches(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, n=3) or names[:3]
+            raise PlanError(
+                f"The policy names {pattern!r}, which matches no layer of the model. Layers with names like it: "
+                f"{', '.join(near)}. Received: policy={dict(policy)!r}"
+            )
+    actions = [next((policy[p] for p in policy if _matches(name, p)), "keep") for name in names]
+    regions: list[Region] = []
+    for action, group in groupby(range(len(names)), key=actions.__getitem__):
+        positions = list(group)
+        positions = range(positions[0], positions[-1] + 1)
+        if action == "keep":
+            regions.append(region(graph, names[positions.start : positions.stop], action, compiled=compiled))
+        else:
+            regions.extend(best_cuts(graph, positions, action, compiled=compiled))
+    return _consistent(with_prefetch(regions))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A pattern matches the whole name of a call, or the name of its layer without the models around it and its use."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition("/")[2].partition("#")[0], pattern)
+
+
+def _consistent(regions: Sequence[Region]) -> list[Region]:
+    """A tensor that one region keeps on the device does not leave it for another."""
+    staying = {one.tensor for region in regions for one in region.saved if one.tier == DEVICE}
+    return [
+        replace(r, saved=tuple(replace(s, tier=DEVICE, prefetch_at=None) if s.tensor in staying else s for s in r.saved))
+        for r in regions
+    ]
+
+
+def with_prefetch(regions: Sequence[Region]) -> list[Region]:
+    """Each copy back starts `PREFETCH_DISTANCE - 1` regions before its use in the backward pass."""
+    last = len(regions) - 1
+    return [
+        replace(
+            region,
+            saved=tuple(
+                one if one.tier == DEVICE else replace(one, prefetch_at=min(index + PREFETCH_DISTANCE - 1, last))
+                for one in region.saved
+            ),
+        )
+        for index, region in enumerate(regions)
+    ]

@@ -1,0 +1,39 @@
+"""What the user asked for: budgets and policy, checked when they are given."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keras_sn import device
+from keras_sn.policies import Policy, check_policy
+from keras_sn.sizes import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The user's wishes, checked."""
+
+    memory_budget: int | str | None = None
+    host_budget: int | str | None = None
+    policy: Policy = "auto"
+
+    def __post_init__(self):
+        check_policy(self.policy)
+        for argument in ("memory_budget", "host_budget"):
+            if getattr(self, argument) is not None:
+                parse_bytes(getattr(self, argument), argument=argument)
+
+    def budget_bytes(self) -> int | None:
+        """The memory budget in bytes; what the device has if none was given."""
+        if self.memory_budget is None:
+            return device.memory_limit_bytes()
+        return parse_bytes(self.memory_budget, argument="memory_budget")
+
+    def host_budget_bytes(self) -> int:
+        if self.host_budget is None:
+            return device.host_limit_bytes()
+        return parse_bytes(self.host_budget, argument="host_budget")
+
+    def config(self) -> dict[str, Any]:
+        policy = dict(self.policy) if isinstance(self.policy, Mapping) else self.policy
+        return {"memory_budget": self.memory_budget, "host_budget": self.host_budget, "policy": policy}
