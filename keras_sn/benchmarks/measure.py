@@ -23,6 +23,7 @@ import gc
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -44,6 +45,7 @@ from keras_sn.errors import KerasSNError
 from keras_sn.policies import POLICIES
 
 ENGINES = ("keras-graph", "keras-xla", *POLICIES, *(f"{policy}-xla" for policy in POLICIES))
+_AUTO_SHARE = re.compile(r"auto@(0?\.\d+)(-xla)?")
 _PACKAGE = Path(keras_sn.__file__).parent
 MEMORY_ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 
@@ -56,7 +58,10 @@ class Configuration:
     """What one process measures."""
 
     engine: str
-    """`"keras-graph"`, `"keras-xla"`, or a policy of `SNModel`, with `"-xla"` where its regions are compiled."""
+    """`"keras-graph"`, `"keras-xla"`, or a policy of `SNModel`, with `"-xla"` where its regions are compiled.
+
+    `"auto@0.4"`: `"auto"`, with a budget of 0.4 of the activations that plain Keras is planned to hold, and what is reserved.
+    """
     blocks: tuple[int, int, int, int]
     batch_size: int
     image_size: int
@@ -78,8 +83,8 @@ class Configuration:
 def check_engines(engines: Sequence[str]) -> None:
     """Raises `KerasSNError` if one of them is none."""
     for engine in engines:
-        if engine not in ENGINES:
-            raise KerasSNError(f"An engine is one of {', '.join(ENGINES)}. Received: {engine!r}")
+        if engine not in ENGINES and not _AUTO_SHARE.fullmatch(engine):
+            raise KerasSNError(f"An engine is one of {', '.join(ENGINES)}, or auto@SHARE. Received: {engine!r}")
 
 
 def run(configuration: Configuration, timeout: float | None = None) -> Row:
@@ -147,25 +152,40 @@ def _build(configuration: Configuration) -> keras.Model:
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(configuration.dtype)
     is_xla = configuration.engine.endswith("-xla")
-    model_arguments: dict[str, Any] = {}
-    if not configuration.engine.startswith("keras-"):
-        policy = configuration.engine.removesuffix("-xla")
-        budget_bytes = configuration.memory_bytes if policy == "auto" else None
-        model_arguments = {"model_class": keras_sn.SNModel, "policy": policy, "memory_budget": budget_bytes}
     model = networks.resnet(
         *configuration.blocks,
         image_size=configuration.image_size,
         classes=configuration.classes,
         width=configuration.width,
-        **model_arguments,
+        # `keras.Model` finds its layers by recursion; `SNModel` sees to that itself.
+        model_class=keras.Model if configuration.engine.startswith("keras-") else keras_sn.SNModel,
     )
+    if not configuration.engine.startswith("keras-"):
+        model = _planned(model, configuration)
     model.compile(
-        optimizer=keras.optimizers.SGD(learning_rate=0.01, momentum=0.9),
+        optimizer=_optimizer(),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         jit_compile=is_xla,
     )
     model.optimizer.build(model.trainable_variables)
     return model
+
+
+def _optimizer() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(learning_rate=0.01, momentum=0.9)
+
+
+def _planned(model: Any, configuration: Configuration) -> keras_sn.SNModel:
+    """The model with the engine's policy and budget."""
+    policy = configuration.engine.removesuffix("-xla")
+    budget_bytes = configuration.memory_bytes if policy == "auto" else None
+    if share := _AUTO_SHARE.fullmatch(configuration.engine):
+        policy = "auto"
+        reference = keras_sn.SNModel.from_model(model, policy="none")
+        reference.compile(_optimizer())  # its slots are reserved
+        plain = reference.build_plan(configuration.batch_size)
+        budget_bytes = plain.reserved_bytes + int(float(share[1]) * (plain.plain_peak_bytes - plain.reserved_bytes))
+    return keras_sn.SNModel.from_model(model, policy=policy, memory_budget=budget_bytes)
 
 
 def _train(model: keras.Model, configuration: Configuration) -> Row:
