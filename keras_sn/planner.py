@@ -47,40 +47,39 @@ def make_plan(
         BudgetError: No plan of `"auto"` fits the budgets, or the reserved bytes alone exceed it.
     """
     check_policy(policy)
+    _check_reserved(reserved_bytes, budget_bytes)
+    plain = predict(graph, [keep_all(graph)] if graph.layers else [])
+    if not graph.layers or policy == "none" or (policy == "auto" and budget_bytes is None):
+        regions = []
+    elif policy == "auto":
+        regions = _cheapest(graph, plain, reserved_bytes, budget_bytes, host_budget_bytes, compiled)
+    else:
+        regions = regions_of_policy(graph, policy, compiled=compiled)
+        if policy == "recompute":
+            regions = keep_what_fits(graph, regions, predict(graph, regions).peak_bytes, compiled=compiled)
+    predicted = predict(graph, regions) if regions else plain
+    name = policy if isinstance(policy, str) else "dict"
+    return Plan(
+        policy=name if regions else "none",
+        batch_size=batch_size,
+        regions=tuple(regions),
+        reserved_bytes=reserved_bytes,
+        plain_peak_bytes=reserved_bytes + plain.peak_bytes,
+        planned_peak_bytes=reserved_bytes + predicted.peak_bytes,
+        peak_layer=predicted.peak_layer,
+        budget_bytes=budget_bytes,
+        offloaded_bytes=predicted.offloaded_bytes,
+        slowdown=predicted.slowdown,
+    )
+
+
+def _check_reserved(reserved_bytes: int, budget_bytes: int | None) -> None:
     if budget_bytes is not None and reserved_bytes > budget_bytes:
         raise BudgetError(
             f"Weights, gradients and optimizer slots need {reserved_bytes:,} bytes ({format_bytes(reserved_bytes)}), more than "
             "the memory budget, and no plan can move them. Raise the budget, or use a smaller model or an optimizer with fewer "
             f"slots. Received: memory_budget={budget_bytes:,} bytes"
         )
-    plain = predict(graph, [keep_all(graph)] if graph.layers else [])
-
-    def plan(name: str, regions: Sequence[Region]) -> Plan:
-        predicted = predict(graph, regions) if regions else plain
-        return Plan(
-            policy=name,
-            batch_size=batch_size,
-            regions=tuple(regions),
-            reserved_bytes=reserved_bytes,
-            plain_peak_bytes=reserved_bytes + plain.peak_bytes,
-            planned_peak_bytes=reserved_bytes + predicted.peak_bytes,
-            peak_layer=predicted.peak_layer,
-            budget_bytes=budget_bytes,
-            offloaded_bytes=predicted.offloaded_bytes,
-            slowdown=predicted.slowdown,
-        )
-
-    if not graph.layers or (policy == "auto" and budget_bytes is None):
-        return plan("none", [])
-    if policy == "auto":
-        regions = _cheapest(graph, plain, reserved_bytes, budget_bytes, host_budget_bytes, compiled)
-        return plan("auto" if regions else "none", regions)
-    if policy == "none":
-        return plan("none", [])
-    regions = regions_of_policy(graph, policy, compiled=compiled)
-    if policy == "recompute":
-        regions = keep_what_fits(graph, regions, predict(graph, regions).peak_bytes, compiled=compiled)
-    return plan(policy if isinstance(policy, str) else "dict", regions)
 
 
 def _cheapest(

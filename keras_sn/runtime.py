@@ -187,35 +187,12 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
             result = function.forward(inputs, masks, trainable, state)
             results.append(result)
             fetch = _save(one_pass, index, region, body, inputs, result.saved)
-        expected = [name for name, y in zip(body.outputs, result.outputs, strict=True) if _is_float(y)]
-        count = len(expected)
-        expected += [_loss_name(index, place) for place in range(len(result.losses))]
-        names = list(sources)
-
-        def gradient(*upstream):
-            arrived = zip([*expected, *threaded], upstream, strict=True)
-            real = [g if name in one_pass.connected else None for name, g in arrived]
-            gate = next(g for g in real if g is not None)
-            if one_pass.mode != EAGER:  # eager steps run in order, and a gate would only keep its tensor alive
-                one_pass.started[index] = gate
-            saved_inputs, saved_inside = fetch(gate)
-            seeds = dict(zip(threaded, real[len(expected) :], strict=True))
-            for_inputs, for_trainable = function.backward(
-                saved_inputs,
-                masks,
-                saved_inside,
-                trainable,
-                state,
-                real[:count],
-                real[count : len(expected)],
-                wanted,
-                [seeds.get(name) for name in names],
-            )
-            one_pass.connected.update(name for name, g in zip(names, for_inputs, strict=True) if g is not None)
-            return [*for_inputs, *for_trainable]
-
+        names = [name for name, y in zip(body.outputs, result.outputs, strict=True) if _is_float(y)]
+        losses = [_loss_name(index, place) for place in range(len(result.losses))]
+        backward = _Backward(one_pass, index, function, fetch, masks, trainable, state, wanted, list(sources))
         passed_on = [tf.identity(sources[name]) for name in threaded]
-        return [*(y for y in result.outputs if _is_float(y)), *result.losses, *passed_on], gradient
+        outputs = [*(y for y in result.outputs if _is_float(y)), *result.losses, *passed_on]
+        return outputs, lambda *upstream: backward.run(names, losses, threaded, upstream)
 
     differentiable = list(call(*sources.values(), *trainable))
     result = results[0]
@@ -225,6 +202,47 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
         keras_internals.set_mask(x, keras_internals.get_mask(one_pass.tensors[name]))
         one_pass.tensors[name] = x
     _hand_on(one_pass, body, function, result, outputs, losses, index)
+
+
+@dataclass(frozen=True, eq=False)
+class _Backward:
+    """The backward pass of one recomputed region, with what it needs of the forward pass and nothing else."""
+
+    one_pass: _Pass
+    index: int
+    function: RegionFunction
+    fetch: Callable[[Any], tuple[list[Any], list[Any]]]
+    masks: list[Any]
+    trainable: list[Any]
+    state: list[Any]
+    wanted: list[bool]
+    sources: list[str]
+    """The inputs whose gradient is wanted."""
+
+    def run(self, outputs: list[str], losses: list[str], threaded: list[str], upstream: Sequence[Any]) -> list[Any]:
+        """Gradients of the sources and of the trainable values, from those of the outputs, the losses and what was passed on."""
+        connected = self.one_pass.connected
+        names = [*outputs, *losses, *threaded]
+        real = [g if name in connected else None for name, g in zip(names, upstream, strict=True)]
+        gate = next(g for g in real if g is not None)
+        if self.one_pass.mode != EAGER:  # eager steps run in order, and a gate would only keep its tensor alive
+            self.one_pass.started[self.index] = gate
+        inputs, inside = self.fetch(gate)
+        of_outputs, of_losses = real[: len(outputs)], real[len(outputs) : len(outputs) + len(losses)]
+        seeds = dict(zip(threaded, real[len(outputs) + len(losses) :], strict=True))
+        for_sources, for_trainable = self.function.backward(
+            inputs,
+            self.masks,
+            inside,
+            self.trainable,
+            self.state,
+            of_outputs,
+            of_losses,
+            self.wanted,
+            [seeds.get(name) for name in self.sources],
+        )
+        connected.update(name for name, g in zip(self.sources, for_sources, strict=True) if g is not None)
+        return [*for_sources, *for_trainable]
 
 
 def _save(

@@ -4,7 +4,7 @@ Nested functional and Sequential models are flattened; a shared layer has one ca
 like others. Nothing is computed and nothing recurses: 10,000 layer calls take a second.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras_sn import keras_internals
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES, LayerCall, LayerGraph, TensorSpec
+from keras_sn.order import few_alive
 from keras_sn.rules import traits_of
 
 
@@ -111,7 +112,7 @@ def trace(model: Any, batch_size: int) -> ModelTrace:
     """
     check_supported(model)
     flattening = _Flattening(model, batch_size)
-    calls = _few_alive(flattening.calls, flattening.specs, flattening.outputs)
+    calls = few_alive(flattening.calls, flattening.specs, flattening.outputs)
     seen: set[int] = set()
     layers = tuple(_layer_call(call, flattening.specs, seen) for call in calls)
     graph = LayerGraph(layers, flattening.specs, tuple(flattening.inputs), tuple(flattening.outputs))
@@ -276,61 +277,3 @@ def _layer_call(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) 
         internal_bytes=traits.internal_bytes,
         weight_bytes=sum(prod(w.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(w.dtype)] for w in weights),
     )
-
-
-def _few_alive(calls: list[TracedCall], specs: dict[str, TensorSpec], outputs: list[str]) -> list[TracedCall]:
-    """Keras' order, or a greedy one if that keeps clearly fewer bytes alive."""
-    greedy = _greedy_order(calls, specs, outputs)
-    return greedy if _peak_alive(greedy, specs, outputs) < 0.9 * _peak_alive(calls, specs, outputs) else calls
-
-
-def _peak_alive(calls: list[TracedCall], specs: dict[str, TensorSpec], outputs: list[str]) -> int:
-    """The largest number of bytes alive at once when each tensor dies after its last reader."""
-    last_use = {name: index for index, call in enumerate(calls) for name in call.inputs} | dict.fromkeys(outputs, len(calls))
-    dying: dict[int, list[str]] = {}
-    for name, index in last_use.items():
-        dying.setdefault(index, []).append(name)
-    alive = peak = 0
-    for index, call in enumerate(calls):
-        alive += sum(specs[name].nbytes for name in call.outputs if name in last_use)
-        peak = max(peak, alive)
-        alive -= sum(specs[name].nbytes for name in dying.get(index, ()) if specs[name].kind != "input")
-    return peak
-
-
-def _greedy_order(calls: list[TracedCall], specs: dict[str, TensorSpec], outputs: list[str]) -> list[TracedCall]:
-    """Always the ready call that adds the fewest live bytes; of equals the one that became ready last.
-
-    Calls of one layer, or of layers that share variables, keep their order: their state passes from one to the next.
-    """
-    producer = {name: index for index, call in enumerate(calls) for name in call.outputs}
-    waits, followers = [0] * len(calls), [[] for _ in calls]
-    readers = Counter(name for call in calls for name in call.inputs) + Counter(outputs)
-    last_with: dict[int, int] = {}
-    for index, call in enumerate(calls):
-        before = {producer[name] for name in call.inputs if name in producer}
-        for variable in getattr(call.operation, "non_trainable_variables", []):
-            if id(variable) in last_with:
-                before.add(last_with[id(variable)])
-            last_with[id(variable)] = index
-        before.discard(index)
-        waits[index] = len(before)
-        for one in before:
-            followers[one].append(index)
-    ready = deque(index for index, count in enumerate(waits) if count == 0)
-    order = []
-    while ready:
-        index = min(reversed(ready), key=lambda i: _live_change(calls[i], specs, readers))
-        ready.remove(index)
-        order.append(calls[index])
-        readers.subtract(calls[index].inputs)
-        for follower in followers[index]:
-            waits[follower] -= 1
-            if waits[follower] == 0:
-                ready.append(follower)
-    return order
-
-
-def _live_change(call: TracedCall, specs: dict[str, TensorSpec], readers: Counter) -> int:
-    freed = sum(specs[name].nbytes for name in call.inputs if readers[name] == 1 and specs[name].kind != "input")
-    return sum(specs[name].nbytes for name in call.outputs) - freed
