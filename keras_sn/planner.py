@@ -1,10 +1,10 @@
 """From a layer graph and a policy to a plan. Plain Python; the runtime makes no choices.
 
 `"auto"` takes the first that fits of: plain Keras; regions, as few of them recomputed as possible; all recomputed, and their
-inputs offloaded, the earliest first. The other policies are in `policies`.
+inputs offloaded, the earliest first; the policies that offload most. The other policies are in `policies`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from keras_sn.errors import BudgetError
@@ -85,18 +85,17 @@ def _check_reserved(reserved_bytes: int, budget_bytes: int | None) -> None:
 def _cheapest(
     graph: LayerGraph, plain: Prediction, reserved_bytes: int, budget_bytes: int, host_budget_bytes: int | None, compiled: bool
 ) -> list[Region]:
-    """The first that fits of: plain Keras (no regions), recompute as little as possible, recompute all and offload."""
+    """The first that fits of: plain Keras (no regions), recompute as little as possible, plans that offload too."""
     if reserved_bytes + plain.peak_bytes <= budget_bytes:
         return []
     recompute = regions_of_policy(graph, "recompute", compiled=compiled)
     if reserved_bytes + predict(graph, recompute).peak_bytes <= budget_bytes:
         return keep_what_fits(graph, recompute, budget_bytes - reserved_bytes, compiled=compiled)
     smallest = predict(graph, recompute)
-    for leaving in _offload_sets(graph, recompute):
-        regions = with_prefetch(_offloaded(recompute, leaving))
+    for regions in _offloading_plans(graph, recompute, compiled):
         predicted = predict(graph, regions)
         if host_budget_bytes is not None and predicted.offloaded_bytes > host_budget_bytes:
-            break
+            continue
         if reserved_bytes + predicted.peak_bytes <= budget_bytes:
             return regions
         smallest = min(smallest, predicted, key=lambda one: one.peak_bytes)
@@ -135,14 +134,18 @@ def _flops_per_byte(graph: LayerGraph, one: Region) -> float:
     return recomputed(layers, saved)[1] / (1 + graph.nbytes(*held))
 
 
-def _offload_sets(graph: LayerGraph, regions: Sequence[Region]):
-    """Growing sets of region inputs that leave the device: the earliest eighth, two eighths, and so on.
+def _offloading_plans(graph: LayerGraph, recompute: Sequence[Region], compiled: bool) -> Iterator[list[Region]]:
+    """Recompute all and let the earliest eighth of the regions' inputs leave the device, then two eighths, and so on; then the
+    policies that offload more.
 
     Earliest first: they wait longest for their backward pass, so their copies have the most compute to hide behind.
     """
-    order = list(dict.fromkeys(one.tensor for region in regions for one in region.saved if tier_of(graph, one.tensor) == HOST))
+    order = list(dict.fromkeys(one.tensor for cut in recompute for one in cut.saved if tier_of(graph, one.tensor) == HOST))
     for eighth in range(1, 9):
-        yield set(order[: -(-len(order) * eighth // 8)])
+        leaving = set(order[: -(-len(order) * eighth // 8)])
+        yield with_prefetch(_offloaded(recompute, leaving))
+    yield regions_of_policy(graph, "superneurons", compiled=compiled)
+    yield regions_of_policy(graph, "offload", compiled=compiled)
 
 
 def _offloaded(regions: Sequence[Region], leaving: set[str]) -> list[Region]:

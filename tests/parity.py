@@ -20,7 +20,13 @@ def rewriting_off() -> None:
 
 
 def train(
-    name: str, mode: str, dtype: str, policy: Any, *, steps_per_execution: int = 1, optimizer: Any = None
+    name: str,
+    mode: str,
+    dtype: str,
+    policy: Any,
+    *,
+    memory_budget: int | None = None,
+    steps_per_execution: int = 1,
 ) -> dict[str, Any]:
     """Trains for two epochs (under XLA: one step) and returns every number that training changes."""
     keras.backend.clear_session()
@@ -30,8 +36,8 @@ def train(
     try:
         model = kind.build()
         if policy is not None:
-            model = keras_sn.SNModel.from_model(model, policy=policy)
-        optimizer = keras.optimizers.get(optimizer) if optimizer else keras.optimizers.SGD(0.05, momentum=0.9)
+            model = keras_sn.SNModel.from_model(model, policy=policy, memory_budget=memory_budget)
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         model.compile(optimizer, kind.loss, metrics=kind.metrics, steps_per_execution=steps_per_execution, **MODES[mode])
         x, y = kind.data(np.random.default_rng(1))
         if mode == "xla":

@@ -1,8 +1,11 @@
 """Training by a plan gives plain Keras' numbers: loss history, weights, statistics, seed states, metrics, optimizer slots."""
 
+import keras
 import pytest
 from parity import DICT_POLICY, assert_equal, rewriting_off, train, train_plain
-from zoo import ZOO
+from zoo import BATCH, ZOO
+
+import keras_sn
 
 rewriting_off()
 
@@ -40,3 +43,19 @@ def test_equal_to_plain_keras(name, mode, dtype, policy):
     plain = train_plain(name, mode, dtype)
     trained = train(name, mode, dtype, POLICIES[policy])
     assert_equal(trained, plain, exact=mode != "xla", rtol=2e-5 if dtype == "float32" else 5e-3)
+
+
+@pytest.mark.parametrize("name", ["resnet", "siamese"])
+def test_equal_at_every_budget(name):
+    """From just less than plain Keras needs down to the least that any policy needs."""
+    peaks = []
+    for policy in ("recompute", "offload", "superneurons"):
+        model = keras_sn.SNModel.from_model(ZOO[name].build(), policy=policy)
+        model.compile(keras.optimizers.SGD(momentum=0.9), jit_compile=False)
+        plan = model.build_plan(BATCH)
+        peaks.append(plan.planned_peak_bytes)
+    budgets = {plan.plain_peak_bytes - 1, (plan.plain_peak_bytes + max(peaks)) // 2, *peaks}
+    plain = train_plain(name, "graph", "float32")
+    for budget in sorted(budgets):
+        if budget < plan.plain_peak_bytes:
+            assert_equal(train(name, "graph", "float32", "auto", memory_budget=budget), plain, exact=True)

@@ -71,6 +71,10 @@ def test_auto_takes_the_first_that_fits(graph):
     tight = _plan(graph, "auto", budget_bytes=recompute - 1)
     assert tight.offloaded_bytes > 0
     assert tight.planned_peak_bytes < recompute
+    # As tight as any policy can be.
+    for policy in ("offload", "superneurons"):
+        peak = _plan(graph, policy).planned_peak_bytes
+        assert _plan(graph, "auto", budget_bytes=peak).planned_peak_bytes <= peak
 
 
 def test_a_budget_that_nothing_fits_names_the_layer_and_the_bytes(graph):
