@@ -171,6 +171,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
                 batch_size=batch_size,
                 reserved_bytes=self._reserved_bytes(),
                 budget_bytes=self.settings.budget_bytes(),
+                margin_bytes=self.settings.margin_bytes(),
                 host_budget_bytes=self.settings.host_budget_bytes(),
                 compiled=self._wants_jit(),
             )

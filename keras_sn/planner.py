@@ -25,6 +25,7 @@ def make_plan(
     batch_size: int,
     reserved_bytes: int,
     budget_bytes: int | None = None,
+    margin_bytes: int = 0,
     host_budget_bytes: int | None = None,
     compiled: bool = False,
 ) -> Plan:
@@ -36,6 +37,7 @@ def make_plan(
         batch_size: Samples in a batch.
         reserved_bytes: Weights, gradients, optimizer slots: what no plan can move, in bytes.
         budget_bytes: What the device may hold, in bytes; None for no limit.
+        margin_bytes: What `"auto"` leaves free of the budget, because a prediction can be a little low.
         host_budget_bytes: What the host may hold, in bytes; None for no limit.
         compiled: Whether XLA compiles the regions.
 
@@ -52,7 +54,7 @@ def make_plan(
     if not graph.layers or policy == "none" or (policy == "auto" and budget_bytes is None):
         regions = []
     elif policy == "auto":
-        regions = _cheapest(graph, plain, reserved_bytes, budget_bytes, host_budget_bytes, compiled)
+        regions = _cheapest(graph, plain, reserved_bytes, budget_bytes, margin_bytes, host_budget_bytes, compiled)
     else:
         regions = regions_of_policy(graph, policy, compiled=compiled)
         if policy == "recompute":
@@ -83,23 +85,30 @@ def _check_reserved(reserved_bytes: int, budget_bytes: int | None) -> None:
 
 
 def _cheapest(
-    graph: LayerGraph, plain: Prediction, reserved_bytes: int, budget_bytes: int, host_budget_bytes: int | None, compiled: bool
+    graph: LayerGraph,
+    plain: Prediction,
+    reserved_bytes: int,
+    budget_bytes: int,
+    margin_bytes: int,
+    host_budget_bytes: int | None,
+    compiled: bool,
 ) -> list[Region]:
     """The first that fits of: plain Keras (no regions), recompute as little as possible, plans that offload too."""
-    if reserved_bytes + plain.peak_bytes <= budget_bytes:
+    room_bytes = budget_bytes - margin_bytes - reserved_bytes
+    if plain.peak_bytes <= room_bytes:
         return []
     recompute = regions_of_policy(graph, "recompute", compiled=compiled)
-    if reserved_bytes + predict(graph, recompute).peak_bytes <= budget_bytes:
-        return keep_what_fits(graph, recompute, budget_bytes - reserved_bytes, compiled=compiled)
+    if predict(graph, recompute).peak_bytes <= room_bytes:
+        return keep_what_fits(graph, recompute, room_bytes, compiled=compiled)
     smallest = predict(graph, recompute)
     for regions in _offloading_plans(graph, recompute, compiled):
         predicted = predict(graph, regions)
         if host_budget_bytes is not None and predicted.offloaded_bytes > host_budget_bytes:
             continue
-        if reserved_bytes + predicted.peak_bytes <= budget_bytes:
+        if predicted.peak_bytes <= room_bytes:
             return regions
         smallest = min(smallest, predicted, key=lambda one: one.peak_bytes)
-    needed = reserved_bytes + smallest.peak_bytes
+    needed = reserved_bytes + smallest.peak_bytes + margin_bytes
     raise BudgetError(
         f"No plan fits the memory budget: the smallest found needs {needed:,} bytes ({format_bytes(needed)}), with its peak at "
         f"layer {smallest.peak_layer!r}. Use a smaller batch or image, or raise the budget. "

@@ -8,6 +8,10 @@ from keras_sn import device
 from keras_sn.policies import Policy, check_policy
 from keras_sn.sizes import parse_bytes
 
+MARGIN = 0.04
+"""Of the budget, left free by `policy="auto"`. On an H200 plain Keras took 1.5 % more than predicted, and an allocator that is
+full to the last byte cannot always place a tensor."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -28,6 +32,9 @@ class Settings:
         if self.memory_budget is None:
             return device.memory_limit_bytes()
         return parse_bytes(self.memory_budget, argument="memory_budget")
+
+    def margin_bytes(self) -> int:
+        return int(MARGIN * (self.budget_bytes() or 0))
 
     def host_budget_bytes(self) -> int:
         if self.host_budget is None:

@@ -77,6 +77,13 @@ def test_auto_takes_the_first_that_fits(graph):
         assert _plan(graph, "auto", budget_bytes=peak).planned_peak_bytes <= peak
 
 
+def test_the_margin_stays_free(graph):
+    plain = _plan(graph, "none").plain_peak_bytes
+    plan = _plan(graph, "auto", budget_bytes=plain, margin_bytes=plain // 20)
+    assert not plan.is_plain
+    assert plan.planned_peak_bytes <= plain - plain // 20
+
+
 def test_a_budget_that_nothing_fits_names_the_layer_and_the_bytes(graph):
     with pytest.raises(BudgetError, match=r"smallest found needs [\d,]+ bytes .* at layer '.*Received: memory_budget=20,000"):
         _plan(graph, "auto", budget_bytes=20_000)
