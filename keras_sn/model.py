@@ -20,7 +20,7 @@ from keras_sn.planner import make_plan
 from keras_sn.policies import Policy
 from keras_sn.report import MeasuredPeak, plan_line
 from keras_sn.runtime import PlanExecutor
-from keras_sn.settings import Settings
+from keras_sn.settings import MARGIN, Settings
 from keras_sn.trace import check_supported, trace
 from keras_sn.updates import GroupedUpdate, grouped_update
 
@@ -164,14 +164,14 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
             with self.distribute_strategy.scope():
                 keras_internals.build_optimizer(self.optimizer, self.trainable_variables)
         if batch_size not in self._now.plans:
-            traced = trace(self, batch_size)
+            traced, budget_bytes = trace(self, batch_size), self.settings.budget_bytes()
             self._now.plans[batch_size] = make_plan(
                 traced.graph,
                 self.settings.policy,
                 batch_size=batch_size,
                 reserved_bytes=self._reserved_bytes(),
-                budget_bytes=self.settings.budget_bytes(),
-                margin_bytes=self.settings.margin_bytes(),
+                budget_bytes=budget_bytes,
+                margin_bytes=int(MARGIN * (budget_bytes or 0)),
                 host_budget_bytes=self.settings.host_budget_bytes(),
                 compiled=self._wants_jit(),
             )

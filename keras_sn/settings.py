@@ -33,9 +33,6 @@ class Settings:
             return device.memory_limit_bytes()
         return parse_bytes(self.memory_budget, argument="memory_budget")
 
-    def margin_bytes(self) -> int:
-        return int(MARGIN * (self.budget_bytes() or 0))
-
     def host_budget_bytes(self) -> int:
         if self.host_budget is None:
             return device.host_limit_bytes()
