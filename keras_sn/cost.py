@@ -1,13 +1,17 @@
-"""Seconds: what a layer call and a copy take, by a roofline of four numbers per device.
+"""Seconds: what a layer call and a copy take, by a roofline of a few numbers per device.
 
-In: a `LayerCall` and its graph. Out: seconds. `device.measure_cost_model` measures the four numbers.
+In: layer calls and their graph. Out: seconds. `device.measure_cost_model` measures the numbers.
 """
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from keras_sn.errors import PlanError
 from keras_sn.graph import LayerCall, LayerGraph
 from keras_sn.steps import BACKWARD, Step
+
+REGION_LAUNCHES = 10
+"""A compiled function costs about as much as this many launches, beyond its kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +28,20 @@ class CostModel:
     """Between the device and a tier, one way."""
     launch_seconds: float
     """What one layer call or copy takes at least."""
+    convolution_flops_per_second: float | None = None
+    """None: as `flops_per_second`."""
 
     def __post_init__(self):
         for one in fields(self):
             value = getattr(self, one.name)
+            if value is None and one.name == "convolution_flops_per_second":
+                continue
             if not (value > 0 or (value == 0 and one.name == "launch_seconds")):
                 raise PlanError(f"`{one.name}` of a cost model must be greater than zero. Received: {one.name}={value!r}")
 
     def forward_seconds(self, layer: LayerCall, graph: LayerGraph) -> float:
         """Seconds of the forward step, and of a recompute step."""
-        return self._seconds(layer.flops, graph.nbytes(*layer.inputs, *layer.outputs))
+        return self._seconds(layer, 1, graph.nbytes(*layer.inputs, *layer.outputs))
 
     def backward_seconds(self, layer: LayerCall, graph: LayerGraph) -> float:
         """Seconds of the backward step.
@@ -42,7 +50,7 @@ class CostModel:
         """
         factor = 2 if layer.is_costly or layer.weight_bytes else 1
         gradients = (*layer.inputs, *layer.outputs)
-        return self._seconds(factor * layer.flops, graph.nbytes(*layer.saved_for_backward, *gradients))
+        return self._seconds(layer, factor, graph.nbytes(*layer.saved_for_backward, *gradients))
 
     def step_seconds(self, step: Step, graph: LayerGraph) -> float:
         """Seconds of any step of `training_steps(graph)`."""
@@ -53,5 +61,65 @@ class CostModel:
         """Seconds of a copy between the device and a tier."""
         return self.launch_seconds + nbytes / self.link_bytes_per_second
 
-    def _seconds(self, flops: int, nbytes: int) -> float:
-        return self.launch_seconds + max(flops / self.flops_per_second, nbytes / self.bytes_per_second)
+    def _seconds(self, layer: LayerCall, factor: int, nbytes: int) -> float:
+        rate = (self.convolution_flops_per_second if layer.is_convolution else None) or self.flops_per_second
+        return self.launch_seconds + max(factor * layer.flops / rate, nbytes / self.bytes_per_second)
+
+
+ON_GPU = CostModel(2.0e14, 3.5e12, 5.0e10, 5e-6, 1.0e14)
+"""A data-centre GPU of 2022 with TF32 (an H100 or H200), where nothing was measured."""
+ON_CPU = CostModel(1.0e11, 2.0e10, 1.0e10, 2e-5)
+"""A few cores of a CPU, where nothing was measured."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of each layer call of one graph on one device.
+
+    Args:
+        graph: The layer graph.
+        model: The device.
+        compiled: Whether XLA compiles the layer calls. A fusible one then has no launch, and it only reads what a layer call
+            that is not fusible made, and writes what such a one, or the user, reads.
+    """
+
+    graph: LayerGraph
+    model: CostModel
+    compiled: bool
+
+    @cached_property
+    def forward(self) -> tuple[float, ...]:
+        """By position, seconds of the forward step or of a recompute step."""
+        return tuple(
+            self._fused_bytes(layer) / self.model.bytes_per_second
+            if self.compiled and layer.is_fusible
+            else self.model.forward_seconds(layer, self.graph)
+            for layer in self.graph.layers
+        )
+
+    @cached_property
+    def backward(self) -> tuple[float, ...]:
+        """By position, seconds of the backward step. A fused one reads its input again and passes two gradients on."""
+        return tuple(
+            2 * forward if self.compiled and layer.is_fusible else self.model.backward_seconds(layer, self.graph)
+            for layer, forward in zip(self.graph.layers, self.forward, strict=True)
+        )
+
+    @cached_property
+    def plain_seconds(self) -> float:
+        """One training step in which nothing is recomputed and nothing moves, without the optimizer's update."""
+        return sum(self.forward) + sum(self.backward)
+
+    @property
+    def region_seconds(self) -> float:
+        """What one more region costs, for its forward and its backward function together."""
+        return 2 * REGION_LAUNCHES * self.model.launch_seconds
+
+    @cached_property
+    def _materialized(self) -> frozenset[str]:
+        """The tensors that exist in memory although fusible layer calls make or read them."""
+        made_or_read = {t for layer in self.graph.layers if not layer.is_fusible for t in (*layer.inputs, *layer.outputs)}
+        return frozenset({*made_or_read, *self.graph.outputs, *self.graph.inputs})
+
+    def _fused_bytes(self, layer: LayerCall) -> int:
+        return self.graph.nbytes(*(t for t in (*layer.inputs, *layer.outputs) if t in self._materialized))

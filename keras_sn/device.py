@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import tensorflow as tf
 
+from keras_sn.cost import CostModel
+from keras_sn.cost_measurement import measure_cost_model as measure_cost_model
 from keras_sn.errors import KerasSNError
 from keras_sn.sizes import format_bytes, parse_bytes
 
@@ -224,6 +226,11 @@ def measured_peak_bytes() -> int | None:
     with suppress(ValueError):  # an allocator without statistics
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
     return None
+
+
+def cost_model() -> CostModel:
+    """What the device does in a second: measured at the first call on a GPU, constants on the CPU."""
+    return measure_cost_model()
 
 
 def reset_peak() -> None:

@@ -56,11 +56,19 @@ class LayerCall:
     """What the layer itself holds for its backward step beyond its inputs and outputs, in bytes, outside XLA."""
     weight_bytes: int = 0
     """Its trainable weights, in bytes; a shared layer counts them at its first call."""
+    is_fusible: bool = False
+    """XLA fuses it into its neighbours: it has no launch of its own, and memory traffic only where its neighbours have not."""
+    fused_internal_bytes: int = 0
+    """Of `internal_bytes`, what it holds under XLA: what its convolutions and matrix products make or read."""
+    draws: bool = False
+    """What it holds is drawn at random (dropout)."""
+    is_convolution: bool = False
+    """Its arithmetic runs at the device's rate for convolutions."""
     gradient_in_place: bool = False
     """The gradient of the input overwrites the gradient of the output (activations, LRN and softmax in the paper)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerGraph:
     """Layer calls in execution order, and the tensors that they read and write."""
 
@@ -68,6 +76,8 @@ class LayerGraph:
     tensors: Mapping[str, TensorSpec]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    is_compiled: bool = False
+    """The layer calls are described as XLA runs them; see `fusion`."""
 
     def __post_init__(self):
         known = set(self.inputs)

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_sn import keras_internals
+from keras_sn import device, keras_internals
 from keras_sn.batches import count_samples, first_batch_size
 from keras_sn.errors import PlanError, UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES
@@ -171,8 +171,9 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
                 batch_size=batch_size,
                 reserved_bytes=self._reserved_bytes(),
                 budget_bytes=budget_bytes,
-                margin_bytes=int(MARGIN * (budget_bytes or 0)),
+                margin=MARGIN,
                 host_budget_bytes=self.settings.host_budget_bytes(),
+                cost_model=device.cost_model(),
                 compiled=self._wants_jit(),
             )
         plan = self._now.plans[batch_size]
@@ -182,9 +183,9 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         return plan
 
     def _reserved_bytes(self) -> int:
-        """Weights, state, gradients and optimizer slots, in bytes."""
+        """Weights, state and optimizer slots, in bytes."""
         optimizer = self.optimizer.variables if self.compiled and self.optimizer is not None else []
-        return _nbytes([*self.variables, *self.trainable_variables, *optimizer])
+        return _nbytes([*self.variables, *optimizer])
 
     def _planned_for(self, batch_size: int | None) -> Plan:
         """The plan in force, or a new one for a batch larger than it was made for."""

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from keras_sn.errors import PlanError
-from keras_sn.steps import Step
+from keras_sn.steps import RECOMPUTE, Step
 
 DEVICE = "device"
 HOST = "host"
+PLACES = (DEVICE, HOST, RECOMPUTE)
+"""Where a saved tensor waits. `"recompute"`: nowhere, the region that made it runs its forward pass again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,11 @@ class Saved:
 
     tensor: str
     tier: str = DEVICE
+    """One of `PLACES`; the same in all regions that save the tensor."""
     prefetch_at: int | None = None
     """The region whose backward pass starts the copy back from the tier; None means this region's own."""
+    nbytes: int = 0
+    """For those who read the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ class Region:
     """Its inputs, and layer outputs inside it; what is not saved is recomputed."""
     recompute: bool = True
     """False: nothing is recomputed and TensorFlow saves what its own gradient needs; `saved` is then empty."""
+    recompute_seconds: float = 0.0
+    """Planned seconds of what its backward pass makes again; for those who read the plan."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,21 @@ class Plan:
     """The forward pass of a region waits for the copies of the region this many before it."""
     offloaded_bytes: int = 0
     """Bytes that leave the device in each step."""
-    slowdown: float = 1.0
-    """Predicted seconds per step over plain Keras' (arithmetic of the recomputed layer calls; copies hidden)."""
+    planned_seconds: float = 0.0
+    """What a training step is predicted to take, without the optimizer's update."""
+    plain_seconds: float = 0.0
+    """What plain Keras is predicted to take, likewise."""
+    compiled: bool = False
+    """Whether it was made for regions that XLA compiles."""
 
     @property
     def is_plain(self) -> bool:
         return not self.regions
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted seconds of a step over plain Keras'."""
+        return self.planned_seconds / self.plain_seconds if self.plain_seconds else 1.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -121,4 +137,4 @@ class Plan:
 
 def _region(fields: Mapping) -> Region:
     saved = tuple(Saved(**one) for one in fields["saved"])
-    return Region(layers=tuple(fields["layers"]), saved=saved, recompute=fields["recompute"])
+    return Region(**{**fields, "layers": tuple(fields["layers"]), "saved": saved})

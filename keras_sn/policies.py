@@ -1,9 +1,8 @@
 """The named policies: which regions a policy cuts, and what each region does with what its backward pass reads.
 
 `"recompute"`: regions that hold about equally many bytes, cut where few bytes cross, as many as give the lowest predicted peak.
-`"offload"`: the same, and what their backward passes read goes to the host instead of being recomputed. `"superneurons"`: Wang et
-al. 2018, section 3: a cut after each convolution or dense layer, their outputs offloaded, the rest recomputed. A dict gives an
-action for each pattern of layer-call names.
+`"offload"`: the same, and what their backward passes read goes to the host instead of being recomputed. A dict gives an action
+for each pattern of layer-call names. `"superneurons"` and `"auto"` have modules of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from keras_sn.cuts import crossing_bytes, cuts_after, equal_cuts, runs
+from keras_sn.candidates import one_ahead
+from keras_sn.cuts import crossing_bytes, equal_cuts, runs
+from keras_sn.drafts import inputs_of, may_leave
 from keras_sn.errors import PlanError
 from keras_sn.graph import LayerGraph
 from keras_sn.plan import DEVICE, HOST, Region, Saved
@@ -22,10 +23,6 @@ POLICIES = ("auto", "none", "recompute", "offload", "superneurons")
 ACTIONS = ("keep", "recompute", "offload")
 Policy = str | Mapping[str, str]
 
-PREFETCH_DISTANCE = 2
-"""Regions: a copy back starts while the region before it in the backward pass still computes."""
-MIN_OFFLOAD_BYTES = 1024
-"""Smaller tensors stay: a copy has a fixed cost (torchtune's default)."""
 CLOSE_TO_LOWEST = 1.1
 """A predicted peak within this factor of the lowest is as good."""
 
@@ -43,11 +40,11 @@ def check_policy(policy: Policy) -> None:
 
 
 def regions_of_policy(graph: LayerGraph, policy: Policy, *, compiled: bool) -> list[Region]:
-    """The regions of a policy other than `"none"` and `"auto"`.
+    """The regions of one of the policies of this module.
 
     Args:
         graph: The layer graph, with at least one layer call.
-        policy: `"recompute"`, `"offload"`, `"superneurons"` or a dict.
+        policy: `"recompute"`, `"offload"` or a dict.
         compiled: Whether XLA compiles the regions; see `region`.
 
     Raises:
@@ -55,9 +52,7 @@ def regions_of_policy(graph: LayerGraph, policy: Policy, *, compiled: bool) -> l
     """
     if isinstance(policy, Mapping):
         return _by_pattern(graph, policy, compiled)
-    if policy == "superneurons":
-        return with_prefetch(_superneurons(graph))
-    return with_prefetch(best_cuts(graph, range(len(graph.layers)), policy, compiled=compiled))
+    return one_ahead(best_cuts(graph, range(len(graph.layers)), policy, compiled=compiled))
 
 
 def keep_all(graph: LayerGraph) -> Region:
@@ -74,21 +69,15 @@ def region(graph: LayerGraph, names: Sequence[str], action: str, *, compiled: bo
     layers = [graph.layers[graph.position[name]] for name in names]
     if action == "keep" and not compiled:
         return Region(tuple(names), recompute=False)
-    made = {tensor for layer in layers for tensor in layer.outputs}
-    inputs = tuple(dict.fromkeys(t for layer in layers for t in layer.inputs if t not in made))
-    if action == "recompute":
-        return Region(tuple(names), tuple(Saved(tensor) for tensor in inputs))
+    inputs, inside = inputs_of(layers), []
     if action == "keep":
-        costly = tuple(t for layer in layers if layer.is_costly for t in layer.outputs)
-        return Region(tuple(names), tuple(Saved(tensor) for tensor in (*inputs, *costly)))
-    read = dict.fromkeys(t for layer in layers for t in layer.saved_for_backward if t in made)
-    return Region(tuple(names), tuple(Saved(tensor, tier_of(graph, tensor)) for tensor in (*inputs, *read)))
-
-
-def tier_of(graph: LayerGraph, tensor: str) -> str:
-    """Where a tensor goes that is to leave the device: to the host, unless that is no use."""
-    spec = graph.tensors[tensor]
-    return HOST if spec.kind != "input" and spec.nbytes >= MIN_OFFLOAD_BYTES else DEVICE
+        inside = [tensor for layer in layers if layer.is_costly for tensor in layer.outputs]
+    elif action == "offload":
+        made = {tensor for layer in layers for tensor in layer.outputs}
+        inside = list(dict.fromkeys(t for layer in layers for t in layer.saved_for_backward if t in made))
+    away = {tensor for tensor in (*inputs, *inside) if action == "offload" and may_leave(graph, tensor)}
+    saved = (Saved(t, HOST if t in away else DEVICE, nbytes=graph.nbytes(t)) for t in (*inputs, *inside))
+    return Region(tuple(names), tuple(saved))
 
 
 def best_cuts(graph: LayerGraph, positions: range, action: str, *, compiled: bool) -> list[Region]:
@@ -111,17 +100,6 @@ def best_cuts(graph: LayerGraph, positions: range, action: str, *, compiled: boo
     return max((regions for peak, regions in candidates if peak <= near), key=len)
 
 
-def _superneurons(graph: LayerGraph) -> list[Region]:
-    costly = {tensor for layer in graph.layers if layer.is_costly for tensor in layer.outputs}
-    names = [layer.name for layer in graph.layers]
-    regions = []
-    for run in runs(cuts_after(graph, lambda layer: layer.is_costly)):
-        cut = region(graph, names[run.start : run.stop], "recompute", compiled=True)
-        saved = (replace(one, tier=tier_of(graph, one.tensor)) if one.tensor in costly else one for one in cut.saved)
-        regions.append(replace(cut, saved=tuple(saved)))
-    return regions
-
-
 def _by_pattern(graph: LayerGraph, policy: Mapping[str, str], compiled: bool) -> list[Region]:
     names = [layer.name for layer in graph.layers]
     for pattern in policy:
@@ -140,7 +118,7 @@ def _by_pattern(graph: LayerGraph, policy: Mapping[str, str], compiled: bool) ->
             regions.append(region(graph, names[positions.start : positions.stop], action, compiled=compiled))
         else:
             regions.extend(best_cuts(graph, positions, action, compiled=compiled))
-    return _consistent(with_prefetch(regions))
+    return _consistent(one_ahead(regions))
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -154,19 +132,4 @@ def _consistent(regions: Sequence[Region]) -> list[Region]:
     return [
         replace(r, saved=tuple(replace(s, tier=DEVICE, prefetch_at=None) if s.tensor in staying else s for s in r.saved))
         for r in regions
-    ]
-
-
-def with_prefetch(regions: Sequence[Region]) -> list[Region]:
-    """Each copy back starts `PREFETCH_DISTANCE - 1` regions before its use in the backward pass."""
-    last = len(regions) - 1
-    return [
-        replace(
-            region,
-            saved=tuple(
-                one if one.tier == DEVICE else replace(one, prefetch_at=min(index + PREFETCH_DISTANCE - 1, last))
-                for one in region.saved
-            ),
-        )
-        for index, region in enumerate(regions)
     ]

@@ -1,4 +1,4 @@
-"""The peak memory of a plan of regions, and its extra arithmetic, on paper.
+"""The peak memory of a plan of regions, on paper.
 
 The timeline has one slot for each region's forward pass and, in reverse order, one for each region's backward pass. A tensor
 occupies the slots in which it is on the device; what a region needs only while it runs is added to its own two slots.
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from keras_sn.fusion import virtual_tensors
+from keras_sn.gradients import gradient_bytes
 from keras_sn.graph import LayerCall, LayerGraph
-from keras_sn.plan import DEVICE, Plan, Region, Saved
-
-COPY_WINDOW = Plan.copy_window
+from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
+from keras_sn.steps import RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,51 +23,61 @@ class Prediction:
     peak_layer: str
     """The last layer call of the region that makes the peak."""
     offloaded_bytes: int
-    slowdown: float
-    """Arithmetic of a step over plain Keras' arithmetic; a backward step counts as two forward steps."""
+    backward_bytes: tuple[int, ...] = ()
+    """By region: bytes on the device during its backward pass."""
 
 
-def predict(graph: LayerGraph, regions: Sequence[Region]) -> Prediction:
+def predict(graph: LayerGraph, regions: Sequence[Region], copy_window: int = Plan.copy_window) -> Prediction:
     """Runs a plan's regions on paper.
 
     Args:
         graph: The layer graph.
         regions: The plan's regions in execution order; together they hold every layer call once.
+        copy_window: The forward pass of a region waits for the copies of the region this many before it.
 
     Returns:
-        The peak in bytes with the layer call that makes it, the bytes that leave the device, and the slow-down.
+        The peak in bytes with the layer call that makes it, and the bytes that leave the device.
     """
-    timeline = _Timeline(graph, regions)
+    timeline = _Timeline(graph, regions, copy_window)
     timeline.add_tensors()
-    again = sum(timeline.add_private(index) for index in range(len(regions)))
-    peak, slot = timeline.peak()
+    for index in range(len(regions)):
+        timeline.add_private(index)
+    levels = list(accumulate(timeline.change[:-1]))
+    slot = max(range(len(levels)), key=levels.__getitem__) if levels else 0
     region = regions[min(slot, 2 * len(regions) - 1 - slot)] if regions else None
-    saved = {one.tensor: one for region in regions for one in region.saved}
-    offloaded = sum(graph.nbytes(name) for name, one in saved.items() if one.tier != DEVICE)
-    total = 3 * sum(layer.flops for layer in graph.layers)
-    return Prediction(peak, region.layers[-1] if region else "", offloaded, 1 + again / total if total else 1.0)
+    away = {one.tensor for region in regions for one in region.saved if one.tier not in (DEVICE, RECOMPUTE)}
+    return Prediction(
+        max(levels, default=0), region.layers[-1] if region else "", graph.nbytes(*away), tuple(levels[: len(regions) - 1 : -1])
+    )
 
 
 class _Timeline:
-    def __init__(self, graph: LayerGraph, regions: Sequence[Region]):
-        self.graph, self.regions, self.count = graph, regions, len(regions)
+    def __init__(self, graph: LayerGraph, regions: Sequence[Region], copy_window: int):
+        self.graph, self.regions, self.count, self.copy_window = graph, regions, len(regions), copy_window
         self.change = [0] * (2 * self.count + 1)
-        self.region_of = {name: index for index, region in enumerate(regions) for name in region.layers}
-        self.made_in = {
-            tensor: self.region_of[layer.name]
-            for layer in graph.layers
-            for tensor in layer.outputs
-            if layer.name in self.region_of
-        }
-        self.readers: dict[str, list[int]] = {}
-        self.keepers: dict[str, list[int]] = {}
-        """Tensor -> the kept regions whose backward pass reads it."""
-        for layer in graph.layers:
-            for tensor in layer.inputs:
-                self.readers.setdefault(tensor, []).append(self.region_of[layer.name])
-            if not regions[self.region_of[layer.name]].recompute:
-                for tensor in layer.saved_for_backward:
-                    self.keepers.setdefault(tensor, []).append(self.region_of[layer.name])
+        self.layers = [[graph.layers[graph.position[name]] for name in region.layers] for region in regions]
+        self.made_in = {t: index for index, layers in enumerate(self.layers) for layer in layers for t in layer.outputs}
+        self.last_reader: dict[str, int] = {}
+        self.keepers: dict[str, int] = {}
+        """Tensor -> the first of the kept regions whose backward pass reads it."""
+        self.savers: dict[str, list[tuple[int, Saved]]] = {}
+        for index, (region, layers) in enumerate(zip(regions, self.layers, strict=True)):
+            for layer in layers:
+                self.last_reader.update(dict.fromkeys(layer.inputs, index))
+            for one in region.saved:
+                self.savers.setdefault(one.tensor, []).append((index, one))
+        self.last_reader.update(dict.fromkeys(graph.outputs, self.count - 1))
+        self.gradients, self.virtual = gradient_bytes(graph), virtual_tensors(graph)
+        self.read = [
+            recomputed(layers, {one.tensor for one in region.saved}, self.virtual)[0]
+            for region, layers in zip(regions, self.layers, strict=True)
+        ]
+        """By region: what its backward pass reads and has not saved."""
+        for index in (index for index, region in enumerate(regions) if not region.recompute):
+            for tensor in self.read[index]:
+                if self.made_in.get(tensor) != index or self.is_crossing(tensor, index):
+                    self.keepers.setdefault(tensor, index)
+        self._replayed: dict[int, int] = {}
 
     def backward(self, region: int) -> int:
         return 2 * self.count - 1 - region
@@ -77,71 +88,94 @@ class _Timeline:
             self.change[last_slot + 1] -= nbytes
 
     def add_tensors(self) -> None:
-        """Everything that lives longer than one region: saved tensors, tensors between regions, and their gradients."""
-        saved: dict[str, tuple[int, Saved]] = {}
-        for index, region in enumerate(self.regions):
-            for one in region.saved:
-                saved.setdefault(one.tensor, (index, one))
+        """Everything that lives longer than one region: saved tensors, and tensors between regions."""
         for tensor, made in self.made_in.items():
             nbytes = self.graph.nbytes(tensor)
-            readers = self.readers.get(tensor, [])
-            last_reader = self.count - 1 if tensor in self.graph.outputs else max(readers, default=made)
-            if last_reader > made and self.graph.tensors[tensor].is_differentiable:
-                self.add(nbytes, self.backward(last_reader), self.backward(made))
-            kept_for = self.keepers.get(tensor, [])
-            if tensor in saved and saved[tensor][1].tier != DEVICE:
-                first_saver, one = saved[tensor]
-                self.add(nbytes, made, min(max(last_reader, first_saver + COPY_WINDOW - 1), self.count - 1))
-                starts = max([one.prefetch_at or 0, *(r for r in readers)])
-                self.add(nbytes, self.backward(min(starts, self.count - 1)), self.backward(first_saver))
-            elif tensor in saved or kept_for:
-                holders = kept_for + ([saved[tensor][0]] if tensor in saved else [])
+            last_reader, savers = self.last_reader.get(tensor, made), self.savers.get(tensor, [])
+            tier = savers[0][1].tier if savers else None
+            holders = [self.keepers[tensor]] if tensor in self.keepers else []
+            if tier == DEVICE:
+                holders.append(savers[0][0])
+            if holders:
                 self.add(nbytes, made, self.backward(min(holders)))
+            elif tier == HOST:
+                self.add(nbytes, made, min(max(last_reader, savers[0][0] + self.copy_window - 1), self.count - 1))
             elif last_reader > made:
                 self.add(nbytes, made, last_reader)
+            if tier not in (None, DEVICE):
+                for index, one in savers:
+                    self.add_return(tensor, nbytes, index, one)
 
-    def add_private(self, index: int) -> int:
-        """What one region holds only while it runs, and what a kept region holds in between; its recomputed flops."""
-        region = self.regions[index]
-        layers = [self.graph.layers[self.graph.position[name]] for name in region.layers]
-        inside = {t for layer in layers for t in layer.outputs if max(self.readers.get(t, [index])) <= index}
-        transient = max((self._inside_bytes(layer, inside) for layer in layers), default=0)
-        internal = sum(layer.internal_bytes for layer in layers)
-        gradients = max((self.graph.nbytes(*layer.inputs, *layer.outputs) for layer in layers), default=0)
-        self.add(transient, index, index)
+    def add_return(self, tensor: str, nbytes: int, index: int, one: Saved) -> None:
+        """A tensor that comes back for the backward pass of one region."""
+        start = index if one.tier == RECOMPUTE or one.prefetch_at is None else min(one.prefetch_at, self.count - 1)
+        self.add(nbytes, self.backward(start), self.backward(index))
+        if one.tier == RECOMPUTE:
+            self.add(self.replay_bytes(self.made_in[tensor]) - nbytes, self.backward(index), self.backward(index))
+
+    def replay_bytes(self, index: int) -> int:
+        """What running a region's forward pass again holds: its outputs, its inside, and inputs that are recomputed too."""
+        pending = [index]
+        while pending:  # a chain of replays may be as long as the model
+            recomputed_inputs = (one.tensor for one in self.regions[pending[-1]].saved if one.tier == RECOMPUTE)
+            sources = {self.made_in[tensor] for tensor in recomputed_inputs} - {pending[-1]}
+            if waiting := [source for source in sources if source not in self._replayed]:
+                pending.extend(waiting)
+                continue
+            own = pending.pop()
+            leaving = self.graph.nbytes(*(t for la in self.layers[own] for t in la.outputs if self.last_reader.get(t, own) > own))
+            self._replayed[own] = leaving + max(self.inside_bytes(own)) + sum(self._replayed[source] for source in sources)
+        return self._replayed[index]
+
+    def inside_bytes(self, index: int) -> list[int]:
+        """By layer call of a region: what it reads and writes that does not leave the region, and that nothing holds longer."""
+        layers, held = self.layers[index], set() if self.regions[index].recompute else self.read[index]
+        inside = {t for layer in layers for t in layer.outputs if not self.is_crossing(t, index)} - held
+        return [self.graph.nbytes(*(t for t in (*layer.inputs, *layer.outputs) if t in inside)) for layer in layers]
+
+    def add_private(self, index: int) -> None:
+        """What one region holds only while it runs, and what a kept region holds in between."""
+        region, layers, own = self.regions[index], self.layers[index], self.backward(index)
+        held = peak = forward = 0
+        for layer, inside in zip(layers, self.inside_bytes(index), strict=True):
+            # What a layer call holds, its backward step and those of all later layer calls find there.
+            own_outputs = (t for t in layer.outputs if t in self.read[index] and self.is_own(t, index))
+            held += layer.internal_bytes + self.graph.nbytes(*own_outputs)
+            peak = max(peak, held + self.gradients[self.graph.position[layer.name]])
+            forward = max(forward, inside + (0 if region.recompute else held))
+        self.add(forward, index, index)
+        self.add(peak, own, own)
         if not region.recompute:
-            self.add(internal, index, self.backward(index))
-            self.add(gradients, self.backward(index), self.backward(index))
-            return 0
-        required, flops = recomputed(layers, {one.tensor for one in region.saved})
-        held = self.graph.nbytes(*(t for t in required if t in self.made_in))
-        self.add(held + internal + gradients, self.backward(index), self.backward(index))
-        return flops
+            self.add(held, index + 1, own - 1)
 
-    def _inside_bytes(self, layer: LayerCall, inside: set[str]) -> int:
-        return self.graph.nbytes(*(t for t in (*layer.inputs, *layer.outputs) if t in inside))
+    def is_crossing(self, tensor: str, index: int) -> bool:
+        return self.last_reader.get(tensor, index) > index
 
-    def peak(self) -> tuple[int, int]:
-        levels = list(accumulate(self.change[:-1]))
-        slot = max(range(len(levels)), key=levels.__getitem__) if levels else 0
-        return (levels[slot] if levels else 0), slot
+    def is_own(self, tensor: str, index: int) -> bool:
+        """Whether what a backward step reads and has not saved takes memory of its own in a region."""
+        if self.is_crossing(tensor, index):
+            return self.regions[index].recompute  # a kept region has what `keepers` say
+        return tensor not in self.virtual
 
 
-def recomputed(layers: Sequence[LayerCall], saved: set[str]) -> tuple[set[str], int]:
+def recomputed(layers: Sequence[LayerCall], saved: set[str], virtual: frozenset[str] = frozenset()) -> tuple[set[str], list[str]]:
     """What the backward pass of a region makes again.
 
     Args:
         layers: The region's layer calls.
         saved: The tensors that the region has saved: its inputs, and layer outputs inside it.
+        virtual: Tensors that are never written inside a region; who reads one reads what it is made of.
 
     Returns:
-        The tensors made again that a backward step reads, and the floating-point operations of the layer calls that run
-        again: those whose outputs a backward step reads, and those that these need.
+        The tensors made again that a backward step reads, and the names of the layer calls that run again, the last one first:
+        those whose outputs a backward step reads, and those that these need.
     """
     read = {tensor for layer in layers for tensor in layer.saved_for_backward} - saved
-    needed, flops = set(read), 0
+    needed, again = set(read), []
     for layer in reversed(layers):
         if needed.intersection(layer.outputs):
             needed.update(set(layer.inputs) - saved)
-            flops += layer.flops
-    return read, flops
+            again.append(layer.name)
+        if not virtual.isdisjoint(layer.outputs) and not read.isdisjoint(layer.outputs):
+            read.update(set(layer.inputs) - saved)
+    return read, again

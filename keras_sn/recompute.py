@@ -105,7 +105,7 @@ def insert_recomputation(
     """
     if strategy not in STRATEGIES:
         raise PlanError(f"The recomputation strategy must be one of {STRATEGIES}. Received: strategy={strategy!r}")
-    home, in_one_go = _homes(graph, segments), _in_one_go(strategy, steps, graph, segments)
+    home, at_once = _homes(graph, segments), in_one_go(strategy, steps, graph, segments)
     needed = _needed_layers(steps, graph, home)
     replays: dict[int, Step] = {}
     held: set[str] = set()
@@ -114,7 +114,7 @@ def insert_recomputation(
         missing = (step.reads & home.keys()) - held if step.phase == BACKWARD else set()
         for number in sorted({home[tensor] for tensor in missing}):
             wanted = {tensor for tensor in missing if home[tensor] == number}
-            if in_one_go[number]:
+            if at_once[number]:
                 replayed = [index for index in _positions(graph, segments[number]) if index in needed]
                 wanted = {tensor for index in replayed for tensor in graph.layers[index].outputs}
             else:
@@ -146,8 +146,15 @@ def layer_peak_bytes(steps: Sequence[Step], graph: LayerGraph, segments: Sequenc
     return peak
 
 
-def _in_one_go(strategy: str, steps: Sequence[Step], graph: LayerGraph, segments: Sequence[Segment]) -> list[bool]:
-    """Per segment: whether it is replayed speed-centric."""
+def in_one_go(strategy: str, steps: Sequence[Step], graph: LayerGraph, segments: Sequence[Segment]) -> list[bool]:
+    """Per segment: whether a strategy replays it speed-centric.
+
+    Args:
+        strategy: One of `STRATEGIES`.
+        steps: `training_steps(graph)`.
+        graph: The layer graph.
+        segments: What is dropped, from `find_segments`.
+    """
     if strategy != COST_AWARE:
         return [strategy == SPEED_CENTRIC] * len(segments)
     limit = layer_peak_bytes(steps, graph, segments)

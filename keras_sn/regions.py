@@ -30,7 +30,7 @@ class RegionResult(NamedTuple):
     """None for state that the region did not update."""
     losses: list[Any]
     saved: list[Any]
-    """The layer outputs inside the region that its backward pass wants."""
+    """Of `RegionBody.inside_only`: what only its backward pass wants."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +45,11 @@ class RegionBody:
     """Those of its inputs that later regions read, or that the model returns."""
     autocast_dtype: str | None
     """The model's compute dtype if it differs from its variables', else None."""
+
+    @cached_property
+    def inside_only(self) -> tuple[str, ...]:
+        """Those of the saved tensors that are not outputs; XLA would copy a tensor that a function returns twice."""
+        return tuple(name for name in self.saved_inside if name not in self.outputs)
 
     @cached_property
     def variables(self) -> list[keras.Variable]:
@@ -141,7 +146,7 @@ class RegionFunction:
             [keras_internals.get_mask(y) for y in outputs],
             new_state,
             [tf.convert_to_tensor(loss) for loss in losses],
-            [tensors[name] for name in body.saved_inside],
+            [tensors[name] for name in body.inside_only],
         )
 
     def _check_no_foreign_updates(self, scope: keras.StatelessScope) -> None:

@@ -12,9 +12,10 @@ import keras
 import tensorflow as tf
 
 from keras_sn import keras_internals
-from keras_sn.plan import DEVICE, Plan, Region
+from keras_sn.plan import Plan, Region
 from keras_sn.pool import TIERS
-from keras_sn.regions import EAGER, FUNCTION, RegionBody, RegionFunction, RegionLibrary, make_bodies
+from keras_sn.regions import EAGER, FUNCTION, RegionBody, RegionFunction, RegionLibrary, RegionResult, make_bodies
+from keras_sn.steps import RECOMPUTE
 from keras_sn.trace import ModelTrace
 
 
@@ -24,6 +25,8 @@ class _Pass:
 
     tensors: dict[str, Any]
     mode: str
+    recomputed: set[str]
+    """Tensors that wait nowhere: their regions' forward passes run again."""
     state: dict[int, Any] = field(default_factory=dict)
     """The id of a state variable -> its value so far in this pass."""
     updated: dict[int, tuple[keras.Variable, Any]] = field(default_factory=dict)
@@ -37,6 +40,8 @@ class _Pass:
     """What has been put into tiers, by name."""
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Region -> the tensors that it has put into tiers."""
+    replays: "dict[str, _Replay]" = field(default_factory=dict)
+    """Tensor that waits nowhere -> how to make it again."""
 
     def mark(self, name: str, tensor: Any) -> Any:
         """The tensor, in a form that notes the arrival of its gradient."""
@@ -81,6 +86,7 @@ class PlanExecutor:
         self.bodies = make_bodies(trace, plan.regions, autocast_dtype)
         self.library = RegionLibrary(trace)
         self._functions: dict[str, list[RegionFunction]] = {}
+        self._recomputed = {one.tensor for region in plan.regions for one in region.saved if one.tier == RECOMPUTE}
 
     def run(self, inputs: Sequence[Any]) -> PassResult:
         """Runs the regions in order.
@@ -97,7 +103,7 @@ class PlanExecutor:
                 self.library.function_for(body, mode, jit=self.jit, inline=not region.recompute)
                 for body, region in zip(self.bodies, self.plan.regions, strict=True)
             ]
-        one_pass = _Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode)
+        one_pass = _Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode, self._recomputed)
         for index, (region, body) in enumerate(zip(self.plan.regions, self.bodies, strict=True)):
             function = self._functions[mode][index]
             # Without waiting, the forward pass would run ahead of its copies, and all that leaves would still be on the device.
@@ -110,6 +116,7 @@ class PlanExecutor:
                 del one_pass.tensors[name]  # in eager mode the name would keep it alive
         outputs = [one_pass.mark(name, one_pass.tensors[name]) for name in self.trace.graph.outputs]
         one_pass.in_tier.clear()
+        one_pass.replays.clear()
         one_pass.tensors.clear()  # a gradient function holds the pass, which must not hold the tensors
         return PassResult(outputs, one_pass.losses, list(one_pass.updated.values()))
 
@@ -175,6 +182,9 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
     wanted = [_is_float(x) and keras_internals.is_recorded(x) for x in inputs]
     if not any(wanted) and not any(keras_internals.is_recorded(value) for value in trainable):
         result = function.forward(inputs, masks, trainable, state)
+        if not one_pass.recomputed.isdisjoint(body.outputs):
+            fetch = _save(one_pass, index, region, body, inputs, result)
+            _note_replay(one_pass, body, _Replay(body.outputs, function, fetch, masks, trainable, state))
         _hand_on(one_pass, body, function, result, result.outputs, result.losses, index)
         return
     sources = {name: x for name, x, is_wanted in zip(body.inputs, inputs, wanted, strict=True) if is_wanted}
@@ -186,7 +196,8 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
         with keras_internals.stop_recording():
             result = function.forward(inputs, masks, trainable, state)
             results.append(result)
-            fetch = _save(one_pass, index, region, body, inputs, result.saved)
+            fetch = _save(one_pass, index, region, body, inputs, result)
+            _note_replay(one_pass, body, _Replay(body.outputs, function, fetch, masks, trainable, state))
         names = [name for name, y in zip(body.outputs, result.outputs, strict=True) if _is_float(y)]
         losses = [_loss_name(index, place) for place in range(len(result.losses))]
         backward = _Backward(one_pass, index, function, fetch, masks, trainable, state, wanted, list(sources))
@@ -245,28 +256,61 @@ class _Backward:
         return [*for_sources, *for_trainable]
 
 
+@dataclass(frozen=True, eq=False)
+class _Replay:
+    """A region's forward pass, ready to run again for tensors that wait nowhere."""
+
+    names: tuple[str, ...]
+    function: RegionFunction
+    fetch: Callable[[Any], tuple[list[Any], list[Any]]]
+    masks: list[Any]
+    trainable: list[Any]
+    state: list[Any]
+
+    def run(self, gate: Any) -> dict[str, Any]:
+        """The region's outputs by name, made once the tensor `gate` exists."""
+        inputs, _ = self.fetch(gate)
+        with tf.control_dependencies([gate]):
+            result = self.function.forward(inputs, self.masks, self.trainable, self.state)
+        return dict(zip(self.names, result.outputs, strict=True))
+
+
+def _note_replay(one_pass: _Pass, body: RegionBody, replay: _Replay) -> None:
+    one_pass.replays.update((name, replay) for name in body.outputs if name in one_pass.recomputed)
+
+
 def _save(
-    one_pass: _Pass, index: int, region: Region, body: RegionBody, inputs: list[Any], inside: list[Any]
+    one_pass: _Pass, index: int, region: Region, body: RegionBody, inputs: list[Any], result: RegionResult
 ) -> Callable[[Any], tuple[list[Any], list[Any]]]:
     """Puts what the region saves where the plan says; returns the function that fetches it for the backward pass.
 
     Only what the returned function holds stays alive until then.
     """
-    values = dict(zip([*body.inputs, *body.saved_inside], [*inputs, *inside], strict=True))
+    values = dict(zip(body.outputs, result.outputs, strict=True)) | dict(zip(body.inside_only, result.saved, strict=True))
+    values |= dict(zip(body.inputs, inputs, strict=True))
+    names_inputs, names_inside = body.inputs, body.saved_inside
+    values = {name: values[name] for name in (*names_inputs, *names_inside)}
     places = {one.tensor: one for one in region.saved}
-    in_tier = {name for name in values if name in places and places[name].tier != DEVICE}
+    replays = {name: one_pass.replays[name] for name in values if name in places and places[name].tier == RECOMPUTE}
+    in_tier = {name for name in values if name in places and places[name].tier in TIERS}
     new = {name: TIERS[places[name].tier].put(values[name]) for name in in_tier - one_pass.in_tier.keys()}
     one_pass.in_tier.update(new)
     if new and one_pass.mode != EAGER:  # eager steps run in order
         one_pass.stored[index] = list(new.values())
-    stored = {name: one_pass.in_tier[name] if name in in_tier else value for name, value in values.items()}
-    names_inputs, names_inside = body.inputs, body.saved_inside
+    stored = {name: one_pass.in_tier.get(name, value) for name, value in values.items() if name not in replays}
+    started = one_pass.started
 
     def fetch(gate: Any) -> tuple[list[Any], list[Any]]:
+        again: dict[str, Any] = {}
+
         def back(name: str) -> Any:
+            if name in replays:
+                if name not in again:
+                    again.update(replays[name].run(gate))
+                return again[name]
             if name not in in_tier:
                 return stored[name]
-            after = one_pass.started.get(places[name].prefetch_at, gate)
+            after = started.get(places[name].prefetch_at, gate)
             return TIERS[places[name].tier].get(stored[name], after)
 
         return [back(name) for name in names_inputs], [back(name) for name in names_inside]

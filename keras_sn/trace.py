@@ -16,6 +16,8 @@ import tensorflow as tf
 from keras_sn import keras_internals
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES, LayerCall, LayerGraph, TensorSpec
+from keras_sn.in_place import hands_gradient_on
+from keras_sn.op_costs import key_of_arguments
 from keras_sn.order import few_alive
 from keras_sn.rules import traits_of
 
@@ -64,6 +66,10 @@ class TracedCall:
     @property
     def inputs(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for _, name in self.bindings))
+
+    def run_on(self, inputs: Sequence[Any]) -> list[Any]:
+        """Calls the operation on tensors in the order of `inputs`; the outputs, flat."""
+        return self.run(dict(zip(self.inputs, inputs, strict=True)))
 
     def run(self, tensors: dict[str, Any]) -> list[Any]:
         """Calls the operation on named tensors; the outputs, flat."""
@@ -263,7 +269,8 @@ def _makes_masks(layer: Any) -> bool:
 
 def _layer_call(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) -> LayerCall:
     inputs, outputs = [specs[name] for name in call.inputs], [specs[name] for name in call.outputs]
-    traits = traits_of(call.operation, inputs, outputs)
+    key = key_of_arguments(call.arguments.args, call.arguments.kwargs)
+    traits = traits_of(call.operation, inputs, outputs, call.run_on, key)
     weights = [w for w in getattr(call.operation, "trainable_variables", []) if id(w) not in seen]
     seen.update(id(weight) for weight in weights)
     return LayerCall(
@@ -274,6 +281,11 @@ def _layer_call(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) 
         saved_for_backward=call.inputs * traits.reads_inputs + call.outputs * traits.reads_outputs,
         flops=traits.flops,
         is_costly=traits.is_costly,
+        is_fusible=traits.is_fusible,
+        is_convolution=traits.is_convolution,
         internal_bytes=traits.internal_bytes,
+        fused_internal_bytes=traits.fused_internal_bytes,
+        draws=traits.draws,
+        gradient_in_place=hands_gradient_on(call.operation),
         weight_bytes=sum(prod(w.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(w.dtype)] for w in weights),
     )

@@ -1,15 +1,21 @@
-"""The benchmarks' networks: bottleneck ResNets of any depth, for `keras.Model` and its subclasses.
+"""The benchmarks' networks by name, and bottleneck ResNets of any depth, for `keras.Model` and its subclasses.
 
 The family is He et al. 2016 (ResNet v1, bottleneck blocks) as Wang et al. 2018 (SuperNeurons) deepen it: stage 3 grows
 and the others stay.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import KerasTensor, layers
 
+from keras_sn.benchmarks.classic_networks import alexnet, inception_v4, vgg16
+from keras_sn.benchmarks.modern_networks import bert, densenet, unet, vit
+
 RESNET_50 = (3, 4, 6, 3)
+RESNET_101 = (3, 4, 23, 3)
+RESNET_152 = (3, 8, 36, 3)
 RESNET_122 = (3, 12, 22, 3)
 
 
@@ -63,6 +69,21 @@ def deep_resnet(n3: int, **arguments: Any) -> keras.Model:
     return resnet(6, 32, n3, 6, **arguments)
 
 
+def resnet50(**arguments: Any) -> keras.Model:
+    """A ResNet of 50 layers. Arguments as in `resnet`."""
+    return resnet(*RESNET_50, **arguments)
+
+
+def resnet101(**arguments: Any) -> keras.Model:
+    """A ResNet of 101 layers. Arguments as in `resnet`."""
+    return resnet(*RESNET_101, **arguments)
+
+
+def resnet152(**arguments: Any) -> keras.Model:
+    """A ResNet of 152 layers. Arguments as in `resnet`."""
+    return resnet(*RESNET_152, **arguments)
+
+
 def _bottleneck(x: KerasTensor, channels: int, *, stride: int, has_projection: bool, name: str) -> KerasTensor:
     shortcut = x
     if has_projection:
@@ -79,3 +100,10 @@ def _bottleneck(x: KerasTensor, channels: int, *, stride: int, has_projection: b
 
 def _normalize(x: KerasTensor, name: str) -> KerasTensor:
     return layers.BatchNormalization(epsilon=1e-5, name=name)(x)
+
+
+NETWORKS: dict[str, Callable[..., keras.Model]] = {
+    builder.__name__: builder
+    for builder in (alexnet, vgg16, inception_v4, resnet50, resnet101, resnet152, densenet, unet, vit, bert)
+}
+"""Each builds its network at the published size unless arguments say otherwise."""

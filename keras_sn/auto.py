@@ -1,0 +1,139 @@
+"""`policy="auto"`: of all plans that fit, the one predicted to take the fewest seconds. `"recompute"` is one of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from keras_sn.candidates import Candidate, evaluate
+from keras_sn.cost import StepCosts
+from keras_sn.drafts import Draft, regions_of
+from keras_sn.graph import LayerGraph
+from keras_sn.improve import improve, simple_drafts
+from keras_sn.plan import Region
+from keras_sn.search import RegionSearch
+from keras_sn.spans import SpanCosts
+
+ROUNDS = 6
+"""Searches, each with a room corrected by what the one before was off."""
+CLOSE = 0.01
+"""A peak that is less than this share below the room uses it well enough."""
+ALTERNATIVES = 3
+IMPROVED_GRAPH = 64
+"""Layer calls; in a larger graph a local change makes too little difference for the time it takes."""
+HALVINGS = 12
+
+STARTS = 2
+"""Plans that local search begins with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Auto:
+    """Plans one graph on one device.
+
+    Args:
+        costs: The graph on its device.
+        host_bytes: What the host may hold; None for no limit, 0 for plans that recompute only.
+        named: Plans of other policies, none of which a plan found here may be worse than.
+    """
+
+    costs: StepCosts
+    host_bytes: int | None = None
+    named: Sequence[Sequence[Region]] = ()
+
+    @property
+    def graph(self) -> LayerGraph:
+        return self.costs.graph
+
+    @cached_property
+    def spans(self) -> SpanCosts:
+        return SpanCosts(self.costs)
+
+    @cached_property
+    def searches(self) -> list[RegionSearch]:
+        """On the device alone, and with the host; the first is there so that a plan found by it is never missed."""
+        alone = [RegionSearch(self.spans, may_offload=False)]
+        return alone if self.host_bytes == 0 else [*alone, RegionSearch(self.spans)]
+
+    def cheapest(self, room_bytes: int) -> Candidate | None:
+        """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
+        tried = [one for search in self.searches for one in self._within(search, room_bytes)]
+        found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
+        found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
+        fitting = [one for one in found if one.fits(room_bytes, self.host_bytes)]
+        return min(fitting or self._of_smallest(room_bytes), key=lambda one: one.seconds, default=None)
+
+    @cached_property
+    def smallest(self) -> Candidate:
+        """The plan with the lowest predicted peak that was found."""
+        return min(self._smallest, key=lambda one: one.peak_bytes)
+
+    @cached_property
+    def _smallest(self) -> list[Candidate]:
+        tried = [one for search in self.searches for one in self._ever_smaller(search)]
+        found = self._improved(tried, inf, lambda one: (one.peak_bytes, one.seconds))
+        found += [evaluate(self.costs, regions, 0) for regions in self.named]
+        return [one for one in found if one.fits(inf, self.host_bytes)]
+
+    def _of_smallest(self, room_bytes: int) -> list[Candidate]:
+        """What the search for the smallest plans found, and how much faster that becomes within the room."""
+        fitting = [one for one in self._smallest if one.fits(room_bytes, self.host_bytes)]
+        drafts = [one for one in fitting if one.draft is not None]
+        return fitting + self._improved(drafts, room_bytes, lambda one: (one.seconds, one.peak_bytes))
+
+    def _within(self, search: RegionSearch, room_bytes: int) -> Iterator[Candidate]:
+        """Drafts whose predicted peaks come close to the room; the search itself knows them only roughly."""
+        room = float(room_bytes)
+        for _ in range(ROUNDS):
+            tried = [self._try_out(draft, room_bytes) for draft in self._find(search, int(room))]
+            yield from tried
+            off = room_bytes - min((one.peak_bytes for one in tried), default=0.95 * room_bytes)
+            if tried and 0 <= off < CLOSE * room_bytes:
+                return
+            room += off if off > 0 else 1.5 * off
+
+    def _ever_smaller(self, search: RegionSearch) -> Iterator[Candidate]:
+        """Drafts for ever smaller rooms, until there are none."""
+        low, high = 0, 3 * sum(self.spans.nbytes.values()) + sum(layer.weight_bytes for layer in self.graph.layers)
+        for _ in range(HALVINGS):
+            middle = (low + high) // 2
+            tried = [self._try_out(draft, 0) for draft in self._find(search, middle)]
+            yield from tried
+            low, high = (low, middle) if tried else (middle, high)
+
+    def _find(self, search: RegionSearch, room_bytes: int) -> list[Draft]:
+        """Drafts for a room; where the host is short, a byte there gets a price that keeps enough of them away."""
+        found = search.find(room_bytes, count=ALTERNATIVES)
+        if self.host_bytes is None or not found or self._host_bytes(found[0]) <= self.host_bytes:
+            return found
+        price = self.costs.plain_seconds / (1 + sum(self.spans.nbytes.values()))
+        for _ in range(HALVINGS):
+            found = search.find(room_bytes, seconds_per_host_byte=price, count=ALTERNATIVES)
+            if self._host_bytes(found[0]) <= self.host_bytes:
+                break
+            price *= 4
+        return found
+
+    def _host_bytes(self, draft: Draft) -> int:
+        return self.graph.nbytes(*(tensor for tensor in draft.away if tensor in self.graph.producer))
+
+    def _try_out(self, draft: Draft, room_bytes: float) -> Candidate:
+        return replace(evaluate(self.costs, regions_of(self.graph, draft), room_bytes), draft=draft)
+
+    def _improved(self, tried: Sequence[Candidate], room_bytes: float, rank: Callable[[Candidate], tuple]) -> list[Candidate]:
+        """The candidates that fit, in a small graph the best ones also after local search."""
+        fitting = sorted((one for one in tried if one.fits(room_bytes, self.host_bytes)), key=rank)
+        if len(self.graph.layers) > IMPROVED_GRAPH:
+            return fitting
+        starts = list({one.draft: one for one in fitting}.values())[:STARTS]
+        simple = (self._try_out(draft, room_bytes if room_bytes < inf else 0) for draft in simple_drafts(self.graph))
+        starts += [one for one in simple if one.fits(room_bytes, self.host_bytes)]
+        return fitting + [
+            improve(
+                self.graph,
+                one,
+                lambda draft: self._try_out(draft, room_bytes if room_bytes < inf else 0),
+                lambda new, old: new.fits(room_bytes, self.host_bytes) and rank(new) < rank(old),
+            )
+            for one in starts
+        ]

@@ -1,0 +1,77 @@
+"""A plan of regions with what it is predicted to need and to take, its copies timed as well as the room allows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from keras_sn.cost import StepCosts
+from keras_sn.drafts import Draft
+from keras_sn.plan import DEVICE, Plan, Region
+from keras_sn.predict import Prediction, predict
+from keras_sn.steps import RECOMPUTE
+from keras_sn.timing import Timing, schedule_prefetches, time_regions
+
+COPY_WINDOWS = (8, 4, Plan.copy_window)
+"""Regions that the forward pass may run ahead of its copies: the more, the less it waits, and the more is on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan of regions and its predictions."""
+
+    regions: tuple[Region, ...]
+    copy_window: int
+    prediction: Prediction
+    timing: Timing
+    draft: Draft | None = None
+    """What it was made from, if from a draft."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.prediction.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.timing.seconds
+
+    def fits(self, room_bytes: float, host_bytes: int | None) -> bool:
+        return self.peak_bytes <= room_bytes and (host_bytes is None or self.prediction.offloaded_bytes <= host_bytes)
+
+
+def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> Candidate:
+    """Predicts a plan's peak and seconds.
+
+    Where copies are made, several ways to time them are tried; the fastest that fits is taken, or the smallest.
+
+    Args:
+        costs: The graph on its device.
+        regions: The plan's regions.
+        room_bytes: What activations and their gradients may take on the device.
+    """
+    if all(one.tier in (DEVICE, RECOMPUTE) for region in regions for one in region.saved):
+        return _candidate(costs, regions, Plan.copy_window)
+    found = [
+        _candidate(costs, timed, window)
+        for timed in (schedule_prefetches(costs, regions), one_ahead(regions))
+        for window in COPY_WINDOWS
+    ]
+    fitting = [one for one in found if one.peak_bytes <= room_bytes]
+    return min(fitting, key=lambda one: one.seconds) if fitting else min(found, key=lambda one: one.peak_bytes)
+
+
+def one_ahead(regions: Sequence[Region]) -> list[Region]:
+    """Each copy back starts while the region before its own computes in the backward pass."""
+    last = len(regions) - 1
+    return [
+        replace(
+            region,
+            saved=tuple(
+                one if one.tier in (DEVICE, RECOMPUTE) else replace(one, prefetch_at=min(index + 1, last)) for one in region.saved
+            ),
+        )
+        for index, region in enumerate(regions)
+    ]
+
+
+def _candidate(costs: StepCosts, regions: Sequence[Region], copy_window: int) -> Candidate:
+    prediction = predict(costs.graph, regions, copy_window)
+    return Candidate(tuple(regions), copy_window, prediction, time_regions(costs, regions, copy_window))

@@ -1,0 +1,200 @@
+"""The numbers of a cost model, measured on the GPU that TensorFlow computes on, once for each kind of GPU.
+
+In: the device. Out: a `CostModel`, kept in memory and in a file in the directory of Keras.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from pathlib import Path
+from statistics import harmonic_mean, median
+from time import perf_counter
+from typing import Any
+
+import tensorflow as tf
+
+from keras_sn.cost import ON_CPU, ON_GPU, CostModel
+from keras_sn.log import log
+from keras_sn.pool import TIERS
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """Square images and kernels, stride 1, images as large out as in."""
+
+    batch: int
+    pixels: int
+    channels: int
+    filters: int
+    kernel: int
+    data_format: str = "NCHW"
+    """XLA computes float32 convolutions this way and passes the layout on, so that in a network few calls pay for a change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is computed, `calls` times in one go; the defaults keep a GPU busy and take at most about 400 MiB of its memory."""
+
+    matrix: int = 4096
+    convolutions: tuple[Convolution, ...] = (
+        Convolution(64, 56, 64, 64, 3),
+        Convolution(64, 14, 256, 256, 3),
+        Convolution(16, 56, 256, 64, 1),
+    )
+    block_bytes: int = 128 * 2**20
+    """Of the block that is read and written, and of the block that is copied to the host; beyond the caches of a GPU."""
+    chain_length: int = 128
+    calls: int = 20
+    repeats: int = 9
+
+
+_known: dict[str, CostModel] = {}
+"""By `_key()`; also what stands in for a measurement that failed, so that it is not tried again at each plan."""
+
+
+def measure_cost_model(*, refresh: bool = False) -> CostModel:
+    """What the first visible GPU does in a second: measured once and kept for later processes.
+
+    Measuring opens the GPU and takes a few seconds and up to about 400 MiB of its memory.
+
+    Args:
+        refresh: Measure again, whatever is known.
+
+    Returns:
+        Rates in flop/s and byte/s, and seconds. Constants without a GPU; and if measuring failed, with a warning.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    if not gpus:
+        return ON_CPU
+    key = _key(gpus[0])
+    if not refresh and (known := _known.get(key) or _read().get(key)):
+        return _known.setdefault(key, known)
+    log.info("measuring the GPU, a few seconds (%s)", key)
+    try:
+        _known[key] = measure(Sizes(), "/GPU:0")
+        _write(key, _known[key])
+    except Exception as error:  # whatever it is: nobody asked for the measurement, and planning goes on without it
+        log.warning("measuring the GPU failed, so plans use constants of a data-centre GPU: %s: %s", type(error).__name__, error)
+        _known[key] = ON_GPU
+    return _known[key]
+
+
+def measure(sizes: Sizes, device: str) -> CostModel:
+    """Measures a TensorFlow device, from anywhere: also while a function is being traced or a tape is recording."""
+    with tf.init_scope(), tf.device(device):
+        return CostModel(
+            flops_per_second=matrix_rate(sizes),
+            bytes_per_second=memory_rate(sizes),
+            link_bytes_per_second=link_rate(sizes),
+            launch_seconds=launch_seconds(sizes),
+            # Networks do about as much arithmetic in each kind of convolution, so it is their seconds per flop that add up.
+            convolution_flops_per_second=harmonic_mean([convolution_rate(one, sizes) for one in sizes.convolutions]),
+        )
+
+
+def matrix_rate(sizes: Sizes) -> float:
+    """Of a compiled float32 matrix product, with or without TF32 as TensorFlow is configured, in flop/s."""
+    product = tf.function(lambda x: tf.matmul(x, x), jit_compile=True)
+    return 2 * sizes.matrix**3 / _seconds(sizes, product, _random(sizes.matrix, sizes.matrix))
+
+
+def convolution_rate(one: Convolution, sizes: Sizes) -> float:
+    """Of a compiled float32 convolution and its two gradients together, in flop/s."""
+    images = _random(*({"N": one.batch, "C": one.channels}.get(axis, one.pixels) for axis in one.data_format))
+    kernel = _random(one.kernel, one.kernel, one.channels, one.filters)
+    how = {"strides": [1, 1, 1, 1], "padding": "SAME", "data_format": one.data_format}
+
+    @tf.function(jit_compile=True)
+    def all_three(x, w):
+        y = tf.raw_ops.Conv2D(input=x, filter=w, **how)
+        # The output stands in for its own gradient: it has the shape, and saves a block of memory.
+        to_input = tf.raw_ops.Conv2DBackpropInput(input_sizes=x.shape, filter=w, out_backprop=y, **how)
+        return tf.raw_ops.Conv2DBackpropFilter(input=x, filter_sizes=w.shape, out_backprop=y, **how), to_input
+
+    flops = 3 * 2 * one.batch * one.pixels**2 * one.channels * one.filters * one.kernel**2
+    return flops / _seconds(sizes, all_three, images, kernel)
+
+
+def memory_rate(sizes: Sizes) -> float:
+    """Of reading and writing the device's memory, element by element, in byte/s."""
+    # Not compiled: one kernel for each call, and the call takes the host less time than the kernel takes the device.
+    return 2 * sizes.block_bytes / _seconds(sizes, tf.negative, _random(sizes.block_bytes // 4))
+
+
+def link_rate(sizes: Sizes) -> float:
+    """Of the slower way between the device and the host, in byte/s, copied as the pool does it."""
+    block, tier = _random(sizes.block_bytes // 4), TIERS["host"]
+    device = block.device  # a function that holds the block would keep its memory
+
+    @tf.function
+    def down(x):
+        with tf.device(tier.tensorflow_device):
+            return tier.put(x)[0]
+
+    @tf.function
+    def down_and_up(x):
+        stored = tier.put(x)
+        with tf.device(device):
+            return tier.get(stored, after=stored)[0]
+
+    alone = replace(sizes, calls=1)  # or one call's way down runs beside the way up of the one before
+    one_way, both_ways = (_seconds(alone, copy, block) for copy in (down, down_and_up))
+    return sizes.block_bytes / max(one_way, both_ways - one_way)
+
+
+def launch_seconds(sizes: Sizes) -> float:
+    """Of one small kernel that waits for the one before it, inside a compiled function."""
+    product = tf.function(lambda x: reduce(lambda y, _: tf.matmul(y, x), range(sizes.chain_length), x), jit_compile=True)
+    return _seconds(sizes, product, _random(64, 64) / 8) / sizes.chain_length  # divided, the products stay near 1
+
+
+def _random(*shape: int) -> Any:
+    # Zeros draw less power, so a GPU would clock higher than in training. Stateless: the user's seeds stay untouched.
+    return tf.random.stateless_normal(shape, seed=(0, 0))
+
+
+def _seconds(sizes: Sizes, function: Callable[..., Any], *arguments: Any) -> float:
+    """Median seconds of a call among others."""
+    seconds = []
+    for _ in range(1 + sizes.repeats):
+        start = perf_counter()
+        for _ in range(sizes.calls - 1):
+            function(*arguments)  # not bound to a name, so that its memory serves the next call
+        # The device works in order, so all is done when one number of the last result is on the host.
+        tf.reshape(tf.nest.flatten(function(*arguments))[-1], [-1])[0].numpy()
+        seconds.append((perf_counter() - start) / sizes.calls)
+    return median(seconds[1:])  # the first one compiles and warms up
+
+
+def _key(gpu: Any) -> str:
+    details = tf.config.experimental.get_device_details(gpu)
+    name, capability = details.get("device_name", gpu.name), details.get("compute_capability")
+    tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
+    return f"{name}, compute capability {capability}, TensorFlow {tf.__version__}, TF32 {tf32}"
+
+
+def _file() -> Path:
+    return Path(os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")) / "keras_sn" / "cost_models.json"
+
+
+def _read() -> dict[str, CostModel]:
+    try:
+        return {key: CostModel(**entry) for key, entry in json.loads(_file().read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.debug("no cost models in %s: %s", _file(), error)
+        return {}
+
+
+def _write(key: str, model: CostModel) -> None:
+    temporary = _file().with_suffix(f".{os.getpid()}")
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({**_read(), key: model}, default=asdict, indent=2), encoding="utf-8")
+        os.replace(temporary, _file())
+    except OSError as error:
+        log.debug("cost model not kept in %s: %s", _file(), error)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,86 @@
+"""A plan in the making: where regions end, and what waits where. From it the plan's regions are made."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from keras_sn.cuts import runs
+from keras_sn.fusion import virtual_tensors
+from keras_sn.graph import LayerCall, LayerGraph
+from keras_sn.plan import DEVICE, HOST, Region, Saved
+
+MIN_OFFLOAD_BYTES = 1024
+"""Smaller tensors stay: a copy has a fixed cost (torchtune's default)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What distinguishes one plan from another."""
+
+    ends: tuple[int, ...]
+    """Positions of the last layer call of each region, ascending."""
+    kept: frozenset[int] = frozenset()
+    """Those of `ends` whose regions run as plain Keras does."""
+    saved: frozenset[str] = frozenset()
+    """Layer outputs that wait for their region's backward pass if it would make them again."""
+    away: frozenset[str] = frozenset()
+    """Tensors that go to the host if they wait."""
+
+
+def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:
+    """The regions of a draft; together they hold every layer call once, in order."""
+    cut = runs(draft.ends)
+    staying = _read_by_kept(graph, draft)
+    inside = [dict(_wanted_inside(graph, run, draft)) for run in cut]
+    away = {tensor for tensor in draft.away - staying if may_leave(graph, tensor)}
+    inputs = [inputs_of(graph.layers[run.start : run.stop]) for run in cut]
+    waiting = {t for run, own in zip(cut, inputs, strict=True) if run[-1] not in draft.kept for t in own}
+    regions = []
+    for run, own, wanted in zip(cut, inputs, inside, strict=True):
+        layers = graph.layers[run.start : run.stop]
+        names = tuple(layer.name for layer in layers)
+        if run[-1] in draft.kept:
+            regions.append(Region(names, recompute=False))
+            continue
+        # What waits on the device for a later region costs nothing here, and need not be made again.
+        there = (waiting | staying | set(graph.outputs)) - away
+        kept = [tensor for tensor, is_own in wanted.items() if is_own or tensor in there]
+        saved = tuple(Saved(t, HOST if t in away else DEVICE, nbytes=graph.nbytes(t)) for t in (*own, *kept))
+        regions.append(Region(names, saved))
+    return regions
+
+
+def inputs_of(layers: Sequence[LayerCall]) -> list[str]:
+    """What the layer calls read from outside, in the order of reading."""
+    made = {tensor for layer in layers for tensor in layer.outputs}
+    return list(dict.fromkeys(tensor for layer in layers for tensor in layer.inputs if tensor not in made))
+
+
+def may_leave(graph: LayerGraph, tensor: str) -> bool:
+    """Whether sending a tensor to the host is of any use."""
+    return tensor in graph.producer and graph.nbytes(tensor) >= MIN_OFFLOAD_BYTES
+
+
+def _read_by_kept(graph: LayerGraph, draft: Draft) -> set[str]:
+    """What the backward passes of kept regions read: TensorFlow holds it on the device."""
+    kept = (run for run in runs(draft.ends) if run[-1] in draft.kept)
+    return {tensor for run in kept for position in run for tensor in graph.layers[position].saved_for_backward}
+
+
+def _wanted_inside(graph: LayerGraph, run: range, draft: Draft) -> Iterator[tuple[str, bool]]:
+    """Outputs that the region's backward pass would make again and the draft saves; False: a later region may have it."""
+    if run[-1] in draft.kept:
+        return
+    needed = {tensor for position in run for tensor in graph.layers[position].saved_for_backward}
+    virtual = virtual_tensors(graph)
+    for position in reversed(run):
+        layer = graph.layers[position]
+        again = False
+        for tensor in layer.outputs:
+            if tensor in needed:
+                is_crossing = graph.last_use.get(tensor, -1) > run[-1]
+                is_own = tensor in draft.saved and (is_crossing or tensor not in virtual)
+                again = again or not (is_crossing or is_own)
+                if is_crossing or is_own:
+                    yield tensor, is_own
+        if again:
+            needed.update(layer.inputs)

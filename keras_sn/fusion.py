@@ -1,0 +1,75 @@
+"""What XLA makes of a layer graph: what it never writes to memory, and what its fused backward steps hold longer.
+
+Compared with XLA's own buffer assignments on an H200 (docs/measurements.md).
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+
+from keras_sn.graph import LayerCall, LayerGraph
+
+
+def as_compiled(graph: LayerGraph) -> LayerGraph:
+    """The graph as XLA runs it: `is_compiled`, and layer calls that hold what their fused operations hold."""
+    return replace(graph, layers=tuple(_fused(graph, layer) for layer in graph.layers), is_compiled=True)
+
+
+def _fused(graph: LayerGraph, layer: LayerCall) -> LayerCall:
+    if not layer.is_fusible:
+        return replace(layer, internal_bytes=layer.fused_internal_bytes)
+    # What it holds is computed again where it is read, from its inputs; a random mask has none, and statistics are small.
+    derived = layer.internal_bytes >= graph.nbytes(*layer.inputs) / 4 > 0 and bool(layer.flops)
+    reads = layer.saved_for_backward
+    if derived and not layer.draws and not reads:
+        reads = tuple(tensor for tensor in layer.inputs if graph.tensors[tensor].is_differentiable)
+    return replace(
+        layer, internal_bytes=layer.internal_bytes if layer.draws else layer.fused_internal_bytes, saved_for_backward=reads
+    )
+
+
+@lru_cache(maxsize=8)
+def virtual_tensors(graph: LayerGraph) -> frozenset[str]:
+    """Tensors that only fusible layer calls make and read: inside a region they are computed wherever they are read."""
+    if not graph.is_compiled:
+        return frozenset()
+    fusible = {tensor for layer in graph.layers if layer.is_fusible for tensor in layer.outputs}
+    read_by_others = {tensor for layer in graph.layers if not layer.is_fusible for tensor in layer.inputs}
+    return frozenset(fusible - read_by_others - set(graph.outputs))
+
+
+def fused_gradient_bytes(graph: LayerGraph) -> list[int]:
+    """By position: what backward steps that are fused with later ones still hold.
+
+    The gradient of an activation is not written; the step before it in the forward pass, which makes the next gradient in memory,
+    reads the activation's output again.
+    """
+    change = [0] * (len(graph.layers) + 1)
+    if graph.is_compiled:
+        for position, layer in enumerate(graph.layers):
+            kept = [tensor for tensor in layer.outputs if tensor in layer.saved_for_backward]
+            if layer.is_fusible and kept and (start := _chain_start(graph, position)) < position:
+                change[start] += graph.nbytes(*kept)
+                change[position] -= graph.nbytes(*kept)
+    return list(accumulate(change[:-1]))
+
+
+def _chain_start(graph: LayerGraph, position: int) -> int:
+    """The position of the first of the fusible layer calls that lead to this one without another reader in between."""
+    readers = _reader_counts(graph)
+    while True:
+        layer = graph.layers[position]
+        before = [graph.producer[tensor] for tensor in layer.inputs if tensor in graph.producer and readers[tensor] == 1]
+        before = [one for one in before if graph.layers[one].is_fusible]
+        if not before:
+            return position
+        position = max(before)
+
+
+@lru_cache(maxsize=8)
+def _reader_counts(graph: LayerGraph) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for layer in graph.layers:
+        for tensor in set(layer.inputs):
+            counts[tensor] = counts.get(tensor, 0) + 1
+    return counts

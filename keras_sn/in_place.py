@@ -1,0 +1,29 @@
+"""Which layers hand the gradient of their output on as that of their input, in the same memory."""
+
+from typing import Any
+
+import keras
+
+_IN_PLACE = (
+    keras.layers.Add,
+    keras.layers.Reshape,
+    keras.layers.Flatten,
+    keras.layers.Identity,
+    keras.layers.ActivityRegularization,
+    keras.layers.Activation,
+    keras.layers.ReLU,
+    keras.layers.LeakyReLU,
+    keras.layers.ELU,
+    keras.layers.Dropout,
+)
+"""Additions and reshapes hand on the gradient itself; element-wise ones overwrite it, as TensorFlow and XLA do."""
+
+_OPERATIONS = {"Add", "Reshape", "Relu", "Identity", "Squeeze", "ExpandDims"}
+"""Class names of `keras.ops` between layers, whose classes are not public."""
+
+
+def hands_gradient_on(operation: Any) -> bool:
+    """Whether the gradient of the input takes the place of the gradient of the output."""
+    if isinstance(operation, keras.Layer):
+        return isinstance(operation, _IN_PLACE)
+    return type(operation).__name__ in _OPERATIONS

@@ -1,0 +1,254 @@
+"""The cheapest regions that fit: dynamic programming over where to cut, what to save, and what to send to the host.
+
+Regions are chosen from front to back. What a region saves waits for all later regions' backward passes, so the bytes that wait
+only grow; at each cut the search holds a set of labels `(bytes waiting, seconds)` of which none beats another. A region fits if
+what waits, with what only its own backward pass holds, fits. The idea is that of rotor (Herrmann, Beaumont et al. 2019) and POFO
+(Beaumont et al. 2021), with labels instead of a table of bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from keras_sn.drafts import Draft, inputs_of
+from keras_sn.graph import LayerGraph
+from keras_sn.spans import KEEP, Span, SpanCosts
+
+STAY, INPUTS_LEAVE, ALL_LEAVE = range(3)
+"""What a region sends to the host."""
+
+MAX_BOUNDARIES = 200
+MAX_LABELS = 32
+"""Labels at a cut, for each of: the last region sends nothing to the host, or something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One region, as the search sees it."""
+
+    first: int
+    last: int
+    level: int
+    """Index in `spans.SAVED_SHARES`, or `KEEP`."""
+    leaving: int
+
+
+def boundaries(graph: LayerGraph, crossing: Sequence[int], limit: int = MAX_BOUNDARIES) -> list[int]:
+    """Positions of layer calls after which a region may end: all in a small graph, the narrow ones in a large graph."""
+    last, reach = len(graph.layers) - 1, 0
+    found = list(range(last))
+    while len(found) > limit and reach < 64:
+        reach = 2 * reach + 1
+        found = [i for i in found if crossing[i] <= min(crossing[max(0, i - reach) : i + reach + 1])]
+    if len(found) > limit:  # thinned evenly: where layer calls repeat, so do the cuts
+        found = found[:: -(-len(found) // limit)]
+    return [*found, last]
+
+
+def lengths(count: int) -> list[int]:
+    """How many stretches between boundaries a region may have: every number up to 16, then growing by a quarter."""
+    found = list(range(1, min(count, 16) + 1))
+    while found[-1] < min(count, 96):
+        found.append(min(count, found[-1] + found[-1] // 4))
+    return sorted({*found, count} if count <= 64 else set(found))
+
+
+@dataclass(frozen=True, eq=False)
+class RegionSearch:
+    """Finds choices of regions for one graph on one device; `find` may be called with many budgets."""
+
+    spans: SpanCosts
+    may_offload: bool = True
+
+    @cached_property
+    def ends(self) -> list[int]:
+        return boundaries(self.spans.graph, self.spans.crossing)
+
+    @cached_property
+    def candidates(self) -> list[list[tuple[int, Span]]]:
+        """By boundary: the spans that end there, each with the index of the boundary before it (-1: none)."""
+        found = []
+        for index, end in enumerate(self.ends):
+            before = [index - length for length in lengths(len(self.ends)) if length <= index + 1]
+            starts = [self.ends[one] + 1 if one >= 0 else 0 for one in before]
+            found.append(list(zip(before, self.spans.ending_at(end, starts), strict=True)))
+        return found
+
+    @cached_property
+    def columns(self) -> "list[list[_Columns]]":
+        """The candidates as columns of numbers for `find`."""
+        return [[self._columns(before, index, span) for before, span in spans] for index, spans in enumerate(self.candidates)]
+
+    @cached_property
+    def seconds_until(self) -> np.ndarray:
+        """By position plus one: forward and backward seconds of the layer calls up to it; two rows."""
+        costs = self.spans.costs
+        return np.array([np.concatenate([[0.0], np.cumsum(row)]) for row in (costs.forward, costs.backward)])
+
+    def find(self, room_bytes: int, *, seconds_per_host_byte: float = 0.0, count: int = 1) -> list[Draft]:
+        """Drafts of the cheapest plans within `room_bytes`, the best first; empty if nothing fits.
+
+        Args:
+            room_bytes: What activations and their gradients may take on the device.
+            seconds_per_host_byte: What a byte on the host costs, beyond the time of its copies.
+            count: How many alternatives are wanted.
+        """
+        labels = [_Labels.first()]  # by boundary plus one
+        for spans in self.columns:
+            grown = [_grow(labels[columns.before + 1], columns, room_bytes) for columns in spans]
+            labels.append(_Labels.best(grown, seconds_per_host_byte))
+        final = labels[-1]
+        order = np.argsort(final.seconds + 2 * final.copy_seconds + seconds_per_host_byte * final.host_bytes, kind="stable")
+        return [self._draft(self._trace_back(labels, int(place))) for place in order[:count]]
+
+    def _columns(self, before: int, index: int, span: Span) -> "_Columns":
+        model, rows, ways = self.spans.costs.model, [], []
+        has_inputs = span.input_bytes > 0 or bool(span.read_before)
+        for option in span.options:
+            inside = option.saved_bytes
+            possible = [(STAY, inside, 0)]
+            if option.level != KEEP and self.may_offload:
+                possible += [(INPUTS_LEAVE, inside, 0)] * has_inputs + [(ALL_LEAVE, 0, inside)] * (inside > 0)
+            for leaving, waits, leaves in possible:
+                rows.append((waits, leaves, max(option.backward_bytes, span.forward_bytes), option.seconds))
+                ways.append((option.level, leaving))
+        seconds = self.seconds_until[:, self.ends[index] + 1] - self.seconds_until[:, span.first]
+        waits, leaves, transient, own_seconds = np.array(rows, dtype=float).T
+        return _Columns(
+            before,
+            span,
+            np.array(ways, dtype=int),
+            waits,
+            leaves,
+            transient,
+            own_seconds,
+            seconds,
+            model.launch_seconds,
+            1 / model.link_bytes_per_second,
+        )
+
+    def _draft(self, choices: Sequence[Choice]) -> Draft:
+        graph = self.spans.graph
+        saved: set[str] = set()
+        away: set[str] = set()
+        decided: set[str] = set()
+        for choice in choices:
+            if choice.level == KEEP:
+                continue
+            layers = graph.layers[choice.first : choice.last + 1]
+            places = range(choice.first, choice.last + 1)
+            own = {t for p in places if self.spans.saves(choice.level, p) for t in graph.layers[p].outputs}
+            inputs = set(inputs_of(layers)) - decided
+            away |= {STAY: set(), INPUTS_LEAVE: inputs, ALL_LEAVE: inputs | own}[choice.leaving]
+            saved |= own
+            decided |= inputs | own
+        kept = frozenset(choice.last for choice in choices if choice.level == KEEP)
+        return Draft(tuple(choice.last for choice in choices), kept, frozenset(saved), frozenset(away))
+
+    def _trace_back(self, labels: "list[_Labels]", place: int) -> list[Choice]:
+        choices, index = [], len(labels) - 1
+        while index > 0:
+            before, place, level, leaving = (int(one) for one in labels[index].origin[place])
+            first = self.ends[before] + 1 if before >= 0 else 0
+            choices.append(Choice(first, self.ends[index - 1], level, leaving))
+            index = before + 1
+        return choices[::-1]
+
+
+@dataclass(frozen=True, eq=False)
+class _Labels:
+    """The labels at one cut, as columns."""
+
+    waiting: np.ndarray
+    """Bytes on the device that wait for backward passes."""
+    leaving: np.ndarray
+    """Bytes that the last region sends to the host."""
+    copy_seconds: np.ndarray
+    """Of the last region's copies, one way."""
+    seconds: np.ndarray
+    """Recomputation and waiting, so far."""
+    host_bytes: np.ndarray
+    start: np.ndarray
+    """Position of the last region's first layer call."""
+    origin: np.ndarray
+    """A row each: boundary before, label there, level, what leaves."""
+
+    @classmethod
+    def first(cls) -> "_Labels":
+        zero = np.zeros(1)
+        return cls(zero, zero, zero, zero, zero, zero, np.zeros((1, 4), dtype=int))
+
+    @classmethod
+    def best(cls, grown: "Sequence[_Labels]", seconds_per_host_byte: float) -> "_Labels":
+        """The labels of which none beats another, thinned to `MAX_LABELS` of each kind."""
+        joined = {name: np.concatenate([getattr(one, name) for one in grown]) for name in cls.__dataclass_fields__}
+        price = joined["seconds"] + joined["copy_seconds"] + seconds_per_host_byte * joined["host_bytes"]
+        kept = []
+        for sends in (False, True):
+            places = np.flatnonzero((joined["leaving"] > 0) == sends)
+            places = places[np.lexsort((price[places], joined["waiting"][places]))]
+            lowest = np.minimum.accumulate(price[places]) if len(places) else price[:0]
+            better = np.concatenate([[True], lowest[1:] < lowest[:-1]]) if len(places) else np.zeros(0, dtype=bool)
+            kept.append(_thin(places[better], price))
+        places = np.concatenate(kept)
+        return cls(**{name: column[places] for name, column in joined.items()})
+
+
+def _thin(places: np.ndarray, price: np.ndarray) -> np.ndarray:
+    """At most `MAX_LABELS` of the places, spread evenly over the price; the first and the last stay."""
+    if len(places) <= MAX_LABELS:
+        return places
+    prices = price[places]  # falling
+    wanted = np.linspace(prices[0], prices[-1], MAX_LABELS)
+    picked = np.searchsorted(-prices, -wanted)
+    return places[np.unique(np.clip(picked, 0, len(places) - 1))]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Columns:
+    """A span with a column for each way to treat it."""
+
+    before: int
+    """The boundary before it; -1: none."""
+    span: Span
+    ways: np.ndarray
+    """A row each: level, what leaves."""
+    waits: np.ndarray
+    """Bytes inside that wait on the device for its backward pass."""
+    leaves: np.ndarray
+    """Bytes inside that leave."""
+    transient: np.ndarray
+    """Bytes of its own forward or backward pass, whichever are more."""
+    seconds: np.ndarray
+    compute_seconds: np.ndarray
+    """Of the layer calls, forward and backward: what copies of the region before can hide behind."""
+    copy_seconds: float
+    """Of a copy, however small."""
+    seconds_per_byte: float
+
+
+def _grow(labels: _Labels, columns: _Columns, room_bytes: float) -> _Labels:
+    """All labels that come of adding one span, in each of its ways, to each label, and that fit."""
+    inputs = np.full(len(labels.start), float(columns.span.input_bytes))
+    for producer, reader, nbytes in columns.span.read_before:
+        is_saved = (producer < labels.start) & (labels.start <= reader)  # by the region before, which reads it
+        inputs += nbytes * ~is_saved
+    stays = columns.ways[:, 1] == STAY
+    waiting = labels.waiting[:, None] + columns.waits + inputs[:, None] * stays
+    leaving = columns.leaves + inputs[:, None] * ~stays
+    # What the region before sends away is still there in the forward pass, and on its way back in the backward pass.
+    needed = waiting + leaving + labels.leaving[:, None] + columns.transient
+    old, way = np.nonzero(needed <= room_bytes)
+    not_hidden = sum(np.maximum(0.0, labels.copy_seconds - one) for one in columns.compute_seconds)
+    left = leaving[old, way]
+    return _Labels(
+        waiting[old, way],
+        left,
+        np.where(left > 0, columns.copy_seconds + left * columns.seconds_per_byte, 0.0),
+        (labels.seconds + not_hidden)[old] + columns.seconds[way],
+        labels.host_bytes[old] + left,
+        np.full(len(old), float(columns.span.first)),
+        np.column_stack([np.full(len(old), columns.before), old, columns.ways[way]]),
+    )

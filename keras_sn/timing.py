@@ -1,0 +1,128 @@
+"""The seconds of a plan of regions, on paper: compute, recomputation, and copies that queue behind each other.
+
+Forward: a region starts when the one before it is done and the copies of the region `copy_window` before it are. Backward: a
+copy back starts when its region's backward pass may start and the link is free; a backward pass waits for what it reads.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from keras_sn.cost import StepCosts
+from keras_sn.plan import DEVICE, Plan, Region
+from keras_sn.predict import recomputed
+from keras_sn.steps import RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a plan is predicted to take."""
+
+    seconds: float
+    """One training step, without the optimizer's update."""
+    recompute_seconds: tuple[float, ...]
+    """By region."""
+    stall_seconds: float
+    """Of `seconds`, waiting for copies."""
+
+
+def time_regions(costs: StepCosts, regions: Sequence[Region], copy_window: int = Plan.copy_window) -> Timing:
+    """Runs a plan's regions on paper and says how long that takes."""
+    clock = _Clock(costs, regions)
+    clock.run_forward(copy_window)
+    clock.run_backward()
+    return Timing(clock.now, tuple(clock.again), clock.stalled)
+
+
+def schedule_prefetches(costs: StepCosts, regions: Sequence[Region]) -> list[Region]:
+    """Starts each copy back as late as it can start and still be there in time, with one link for all of them."""
+    clock = _Clock(costs, regions)
+    durations = [clock.backward[index] + clock.again[index] for index in reversed(range(len(regions)))]
+    starts = [0.0, *accumulate(durations)]  # by backward order: the last region starts at 0
+    link_is_needed_at = starts[-1] if starts else 0.0
+    result = list(regions)
+    for index, region in enumerate(regions):  # the first region's backward pass is the last
+        saved = []
+        for one in region.saved:
+            if one.tier in (DEVICE, RECOMPUTE):
+                saved.append(one)
+                continue
+            end = min(link_is_needed_at, starts[len(regions) - 1 - index])
+            link_is_needed_at = end - costs.model.transfer_seconds(costs.graph.nbytes(one.tensor))
+            first = max(0, bisect_left(starts, link_is_needed_at, hi=len(regions) - 1 - index))
+            first -= first > 0 and starts[first] > link_is_needed_at
+            # At least while the region before it in the backward pass computes.
+            at = max(len(regions) - 1 - first, min(index + 1, len(regions) - 1))
+            saved.append(replace(one, prefetch_at=at))
+        result[index] = replace(region, saved=tuple(saved))
+    return result
+
+
+class _Clock:
+    def __init__(self, costs: StepCosts, regions: Sequence[Region]):
+        self.costs, self.regions, graph = costs, regions, costs.graph
+        places = [[graph.position[name] for name in region.layers] for region in regions]
+        overhead = [costs.region_seconds / 2 * region.recompute for region in regions]  # a kept region is no function
+        self.forward = [more + sum(costs.forward[p] for p in one) for more, one in zip(overhead, places, strict=True)]
+        self.backward = [more + sum(costs.backward[p] for p in one) for more, one in zip(overhead, places, strict=True)]
+        self.made_in = {t: index for index, one in enumerate(places) for place in one for t in graph.layers[place].outputs}
+        self.again = [self._again(index) for index in range(len(regions))]
+        self._add_replays()
+        self.now = self.stalled = self.link_free_at = 0.0
+
+    def _again(self, index: int) -> float:
+        """Seconds of the layer calls that a region runs again inside its backward function."""
+        region, graph = self.regions[index], self.costs.graph
+        if not region.recompute:
+            return 0.0
+        layers = [graph.layers[graph.position[name]] for name in region.layers]
+        _, names = recomputed(layers, {one.tensor for one in region.saved})
+        return sum(self.costs.forward[graph.position[name]] for name in names)
+
+    def _add_replays(self) -> None:
+        """The forward passes of other regions that a region's backward pass runs again for its saved tensors."""
+        replay: list[float] = []
+        for index, region in enumerate(self.regions):
+            sources = {self.made_in[one.tensor] for one in region.saved if one.tier == RECOMPUTE}
+            needed = sum(replay[source] for source in sources if source < index)
+            replay.append(self.forward[index] + needed)
+            self.again[index] += needed
+
+    def wait_until(self, time: float) -> None:
+        self.stalled += max(0.0, time - self.now)
+        self.now = max(self.now, time)
+
+    def copy(self, tensor: str, earliest: float) -> float:
+        """Puts a copy into the link's queue; when it is done."""
+        self.link_free_at = max(self.link_free_at, earliest)
+        self.link_free_at += self.costs.model.transfer_seconds(self.costs.graph.nbytes(tensor))
+        return self.link_free_at
+
+    def run_forward(self, copy_window: int) -> None:
+        stored: set[str] = set()
+        done = [0.0] * len(self.regions)
+        for index, region in enumerate(self.regions):
+            if index >= copy_window:
+                self.wait_until(done[index - copy_window])
+            start, self.now = self.now, self.now + self.forward[index]
+            for one in region.saved:
+                if one.tier not in (DEVICE, RECOMPUTE) and one.tensor not in stored:
+                    stored.add(one.tensor)
+                    done[index] = self.copy(one.tensor, self.now if self.made_in.get(one.tensor) == index else start)
+
+    def run_backward(self) -> None:
+        asked: dict[int, list[tuple[int, str]]] = {}
+        last = len(self.regions) - 1
+        for index in range(last, -1, -1):
+            for one in self.regions[index].saved:
+                if one.tier not in (DEVICE, RECOMPUTE):
+                    start = index if one.prefetch_at is None else min(one.prefetch_at, last)
+                    asked.setdefault(start, []).append((index, one.tensor))
+        arrived = [0.0] * len(self.regions)
+        self.link_free_at = 0.0  # the link's other direction
+        for index in range(last, -1, -1):
+            for region, tensor in asked.get(index, ()):
+                arrived[region] = max(arrived[region], self.copy(tensor, self.now))
+            self.wait_until(arrived[index])
+            self.now += self.backward[index] + self.again[index]
