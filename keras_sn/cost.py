@@ -30,11 +30,13 @@ class CostModel:
     """What one layer call or copy takes at least."""
     convolution_flops_per_second: float | None = None
     """None: as `flops_per_second`."""
+    copies_overlap: bool = True
+    """Whether the device computes while it copies."""
 
     def __post_init__(self):
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is None and one.name == "convolution_flops_per_second":
+            if value is None or isinstance(value, bool):
                 continue
             if not (value > 0 or (value == 0 and one.name == "launch_seconds")):
                 raise PlanError(f"`{one.name}` of a cost model must be greater than zero. Received: {one.name}={value!r}")
@@ -66,9 +68,9 @@ class CostModel:
         return self.launch_seconds + max(factor * layer.flops / rate, nbytes / self.bytes_per_second)
 
 
-ON_GPU = CostModel(2.0e14, 3.5e12, 5.0e10, 5e-6, 1.0e14)
-"""A data-centre GPU of 2022 with TF32 (an H100 or H200), where nothing was measured."""
-ON_CPU = CostModel(1.0e11, 2.0e10, 1.0e10, 2e-5)
+ON_GPU = CostModel(3.6e14, 3.5e12, 3.4e10, 2e-6, 1.0e14, copies_overlap=False)
+"""A data-centre GPU of 2022 with TF32 (as measured on an H200), where nothing was measured."""
+ON_CPU = CostModel(1.0e11, 2.0e10, 1.0e10, 2e-5, copies_overlap=False)
 """A few cores of a CPU, where nothing was measured."""
 
 

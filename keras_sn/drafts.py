@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from keras_sn.cuts import runs
-from keras_sn.fusion import virtual_tensors
 from keras_sn.graph import LayerCall, LayerGraph
 from keras_sn.plan import DEVICE, HOST, Region, Saved
 
@@ -71,7 +70,7 @@ def _wanted_inside(graph: LayerGraph, run: range, draft: Draft) -> Iterator[tupl
     if run[-1] in draft.kept:
         return
     needed = {tensor for position in run for tensor in graph.layers[position].saved_for_backward}
-    virtual = virtual_tensors(graph)
+    virtual = graph.virtual
     for position in reversed(run):
         layer = graph.layers[position]
         again = False

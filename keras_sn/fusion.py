@@ -4,10 +4,12 @@ Compared with XLA's own buffer assignments on an H200 (docs/measurements.md).
 """
 
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 
 from keras_sn.graph import LayerCall, LayerGraph
+
+UNPLANNED_SHARE = 0.025
+"""Of the predicted bytes: XLA's buffers are not packed without gaps, and its order is not always the best for memory."""
 
 
 def as_compiled(graph: LayerGraph) -> LayerGraph:
@@ -18,24 +20,12 @@ def as_compiled(graph: LayerGraph) -> LayerGraph:
 def _fused(graph: LayerGraph, layer: LayerCall) -> LayerCall:
     if not layer.is_fusible:
         return replace(layer, internal_bytes=layer.fused_internal_bytes)
-    # What it holds is computed again where it is read, from its inputs; a random mask has none, and statistics are small.
-    derived = layer.internal_bytes >= graph.nbytes(*layer.inputs) / 4 > 0 and bool(layer.flops)
-    reads = layer.saved_for_backward
-    if derived and not layer.draws and not reads:
+    reads, held_bytes = layer.saved_for_backward, layer.internal_bytes if layer.draws else layer.fused_internal_bytes
+    # What it holds is computed again where it is read, from its inputs. Statistics are too small to show that they are read.
+    is_derived = layer.internal_bytes >= graph.nbytes(*layer.inputs) / 4 > 0
+    if is_derived and not layer.draws and not reads:
         reads = tuple(tensor for tensor in layer.inputs if graph.tensors[tensor].is_differentiable)
-    return replace(
-        layer, internal_bytes=layer.internal_bytes if layer.draws else layer.fused_internal_bytes, saved_for_backward=reads
-    )
-
-
-@lru_cache(maxsize=8)
-def virtual_tensors(graph: LayerGraph) -> frozenset[str]:
-    """Tensors that only fusible layer calls make and read: inside a region they are computed wherever they are read."""
-    if not graph.is_compiled:
-        return frozenset()
-    fusible = {tensor for layer in graph.layers if layer.is_fusible for tensor in layer.outputs}
-    read_by_others = {tensor for layer in graph.layers if not layer.is_fusible for tensor in layer.inputs}
-    return frozenset(fusible - read_by_others - set(graph.outputs))
+    return replace(layer, internal_bytes=held_bytes, saved_for_backward=reads)
 
 
 def fused_gradient_bytes(graph: LayerGraph) -> list[int]:
@@ -56,20 +46,9 @@ def fused_gradient_bytes(graph: LayerGraph) -> list[int]:
 
 def _chain_start(graph: LayerGraph, position: int) -> int:
     """The position of the first of the fusible layer calls that lead to this one without another reader in between."""
-    readers = _reader_counts(graph)
     while True:
-        layer = graph.layers[position]
-        before = [graph.producer[tensor] for tensor in layer.inputs if tensor in graph.producer and readers[tensor] == 1]
-        before = [one for one in before if graph.layers[one].is_fusible]
+        made = [graph.producer[t] for t in graph.layers[position].inputs if t in graph.producer and len(graph.readers[t]) == 1]
+        before = [one for one in made if graph.layers[one].is_fusible]
         if not before:
             return position
         position = max(before)
-
-
-@lru_cache(maxsize=8)
-def _reader_counts(graph: LayerGraph) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for layer in graph.layers:
-        for tensor in set(layer.inputs):
-            counts[tensor] = counts.get(tensor, 0) + 1
-    return counts

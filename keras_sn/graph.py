@@ -112,6 +112,24 @@ class LayerGraph:
         uses = {tensor: index for index, layer in enumerate(self.layers) for tensor in layer.inputs}
         return uses | {tensor: len(self.layers) for tensor in self.outputs}
 
+    @cached_property
+    def readers(self) -> dict[str, list[int]]:
+        """Tensor name -> the positions of its readers, ascending."""
+        found: dict[str, list[int]] = {tensor: [] for tensor in self.tensors}
+        for index, layer in enumerate(self.layers):
+            for tensor in dict.fromkeys(layer.inputs):
+                found[tensor].append(index)
+        return found
+
+    @cached_property
+    def virtual(self) -> frozenset[str]:
+        """Tensors that only fusible layer calls make and read: XLA computes them wherever they are read, inside a region."""
+        if not self.is_compiled:
+            return frozenset()
+        made = {tensor for layer in self.layers if layer.is_fusible for tensor in layer.outputs}
+        read_by_others = {tensor for layer in self.layers if not layer.is_fusible for tensor in layer.inputs}
+        return frozenset(made - read_by_others - set(self.outputs))
+
     def nbytes(self, *tensors: str) -> int:
         """Bytes of the given tensors together."""
         return sum(self.tensors[tensor].nbytes for tensor in tensors)

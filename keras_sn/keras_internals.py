@@ -93,6 +93,24 @@ def owner_of_loss(layers: Sequence[Any], loss: Any) -> int:
     return next((index for index, layer in enumerate(layers) if id(loss) in layer._loss_ids), 0)
 
 
+@contextmanager
+def losses_forgotten(layer: Any) -> Iterator[None]:
+    """Takes the losses added inside out of Keras' bookkeeping, which knows losses by their ids; a later one may get the same."""
+    layers = sublayers(layer)
+    before = [set(one._loss_ids) for one in layers]
+    try:
+        yield
+    finally:
+        for one, ids in zip(layers, before, strict=True):
+            one._loss_ids.intersection_update(ids)
+
+
+def graph_of_function(operation: Any, attribute: str) -> Any:
+    """The graph of a function that a TensorFlow operation calls, or None; no public name leads from a function's name there."""
+    function = operation.graph._get_function(operation.get_attr(attribute).name)
+    return getattr(function, "graph", None)
+
+
 def updated_variable_ids(scope: keras.StatelessScope) -> set[int]:
     """The ids of all variables that the scope holds a value for, to find updates of variables that no layer owns."""
     return set(scope.state_mapping)

@@ -79,7 +79,10 @@ def _convolution(layer, inputs, outputs):
         return None
     flops = 2 * elements(outputs) // outputs[0].shape[-1] * prod(layer.kernel.shape)
     linear = LayerTraits(layer.kernel.trainable, False, flops, is_costly=True, is_convolution=True)
-    return _activated(layer, linear, outputs)
+    if (traits := _activated(layer, linear, outputs)) and inputs[0].shape[-1] <= 4 and max(layer.strides) > 1:
+        # XLA computes the first convolution of a ResNet in another layout and holds copies (buffer assignment, H200).
+        traits = replace(traits, fused_internal_bytes=traits.fused_internal_bytes + 2 * total_bytes(outputs))
+    return traits
 
 
 @_rule(L.Conv1DTranspose, L.Conv2DTranspose, L.Conv3DTranspose)

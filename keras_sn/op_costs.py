@@ -5,8 +5,7 @@ for all calls of equal configuration and shapes.
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +89,7 @@ def _measure(operation: Any, inputs: Sequence[TensorSpec], call: Call | None) ->
     """The traits by the first way to call the layer that works."""
     for way in [call] if call is not None else _usual_calls(operation):
         try:
-            with _losses_forgotten(operation):
+            with keras_internals.losses_forgotten(operation):
                 recording = _record(operation, inputs, way)
             return _traits(recording)
         except Exception as error:  # what a layer raises that is called in a way that it was not made for is its own affair
@@ -106,18 +105,6 @@ def _usual_calls(operation: Any) -> list[Call]:
         lambda tensors: operation(tensors[0], tensors[0]),  # self-attention
         lambda tensors: operation([tensors[0], tensors[0]]),
     ]
-
-
-@contextmanager
-def _losses_forgotten(operation: Any) -> Iterator[None]:
-    """Takes the added losses out of Keras' bookkeeping, which knows losses by their ids; a later loss may get the same id."""
-    layers = keras_internals.sublayers(operation)
-    before = [set(layer._loss_ids) for layer in layers]
-    try:
-        yield
-    finally:
-        for layer, ids in zip(layers, before, strict=True):
-            layer._loss_ids.intersection_update(ids)
 
 
 @dataclass

@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_sn.keras_internals import graph_of_function
+
 CONVOLUTIONS = {
     *("Conv2D", "Conv3D", "DepthwiseConv2dNative", "Conv2DBackpropInput", "Conv3DBackpropInputV2"),
     "DepthwiseConv2dNativeBackpropInput",
@@ -58,7 +60,7 @@ def root(tensor: Any) -> Any:
         operation = tensor.op
         if operation.type in _VIEWS and operation.inputs:
             tensor = operation.inputs[tensor.value_index if operation.type == "IdentityN" else 0]
-        elif operation.type in _CALLS and (body := _function(operation, "f")) is not None:
+        elif operation.type in _CALLS and (body := graph_of_function(operation, "f")) is not None:
             inner = root(body.outputs[tensor.value_index])
             place = next((index for index, x in enumerate(body.inputs) if x is inner), None)
             if place is None:
@@ -105,7 +107,7 @@ def tensors_read(backward: Sequence[Any], gradients: Sequence[Any]) -> list[Any]
 def _is_value_read(operation: Any, index: int) -> bool:
     """Whether an operation reads more of an input than its shape; functions may not use all their arguments."""
     name = "f" if operation.type in _CALLS else "body" if operation.type in _LOOPS else None
-    body = _function(operation, name) if name else None
+    body = graph_of_function(operation, name) if name else None
     if body is None:
         return True
     argument = body.inputs[index]
@@ -142,7 +144,7 @@ def held_bytes(tensor: Any) -> int:
 
 def _collected_bytes(tensor: Any) -> int:
     loop = tensor.op
-    body = _function(loop, "body") if loop.type in _LOOPS else None
+    body = graph_of_function(loop, "body") if loop.type in _LOOPS else None
     if body is None:
         return 0
     push = body.outputs[tensor.value_index].op
@@ -160,21 +162,14 @@ def _trip_count(loop: Any) -> int:
     return next((length for length in lengths if length), None) or max(known, default=1)
 
 
-def _function(operation: Any, attribute: str) -> Any:
-    """The graph of a function that an operation calls, or None."""
-    # TensorFlow has no public way from a function's name to its graph.
-    function = operation.graph._get_function(operation.get_attr(attribute).name)
-    return getattr(function, "graph", None)
-
-
 def _bodies(operation: Any) -> Iterator[tuple[Any, int]]:
     """The graphs that an operation runs, and how often."""
     if operation.type in _CALLS:
-        yield _function(operation, "f"), 1
+        yield graph_of_function(operation, "f"), 1
     elif operation.type in _LOOPS:
-        yield _function(operation, "body"), _trip_count(operation)
+        yield graph_of_function(operation, "body"), _trip_count(operation)
     elif operation.type in ("If", "StatelessIf"):
-        yield from ((_function(operation, branch), 1) for branch in ("then_branch", "else_branch"))
+        yield from ((graph_of_function(operation, branch), 1) for branch in ("then_branch", "else_branch"))
 
 
 def kinds_of(operations: Sequence[Any], constants: set[int]) -> set[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from keras_sn.fusion import virtual_tensors
+from keras_sn.fusion import UNPLANNED_SHARE
 from keras_sn.gradients import gradient_bytes
 from keras_sn.graph import LayerCall, LayerGraph
 from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
@@ -17,7 +17,7 @@ from keras_sn.steps import RECOMPUTE
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan is predicted to need, beyond the reserved bytes."""
+    """What a plan is predicted to need, beyond the reserved bytes; with the batch that the user feeds."""
 
     peak_bytes: int
     peak_layer: str
@@ -45,9 +45,13 @@ def predict(graph: LayerGraph, regions: Sequence[Region], copy_window: int = Pla
     levels = list(accumulate(timeline.change[:-1]))
     slot = max(range(len(levels)), key=levels.__getitem__) if levels else 0
     region = regions[min(slot, 2 * len(regions) - 1 - slot)] if regions else None
+    slack = 1 + UNPLANNED_SHARE * graph.is_compiled
     away = {one.tensor for region in regions for one in region.saved if one.tier not in (DEVICE, RECOMPUTE)}
     return Prediction(
-        max(levels, default=0), region.layers[-1] if region else "", graph.nbytes(*away), tuple(levels[: len(regions) - 1 : -1])
+        int(slack * max(levels, default=0)) + graph.nbytes(*graph.inputs),
+        region.layers[-1] if region else "",
+        graph.nbytes(*away),
+        tuple(levels[: len(regions) - 1 : -1]),
     )
 
 
@@ -67,7 +71,7 @@ class _Timeline:
             for one in region.saved:
                 self.savers.setdefault(one.tensor, []).append((index, one))
         self.last_reader.update(dict.fromkeys(graph.outputs, self.count - 1))
-        self.gradients, self.virtual = gradient_bytes(graph), virtual_tensors(graph)
+        self.gradients, self.virtual = gradient_bytes(graph), graph.virtual
         self.read = [
             recomputed(layers, {one.tensor for one in region.saved}, self.virtual)[0]
             for region, layers in zip(regions, self.layers, strict=True)

@@ -127,6 +127,7 @@ class RegionSearch:
             seconds,
             model.launch_seconds,
             1 / model.link_bytes_per_second,
+            model.copies_overlap,
         )
 
     def _draft(self, choices: Sequence[Choice]) -> Draft:
@@ -227,6 +228,7 @@ class _Columns:
     copy_seconds: float
     """Of a copy, however small."""
     seconds_per_byte: float
+    hides_copies: bool
 
 
 def _grow(labels: _Labels, columns: _Columns, room_bytes: float) -> _Labels:
@@ -241,7 +243,8 @@ def _grow(labels: _Labels, columns: _Columns, room_bytes: float) -> _Labels:
     # What the region before sends away is still there in the forward pass, and on its way back in the backward pass.
     needed = waiting + leaving + labels.leaving[:, None] + columns.transient
     old, way = np.nonzero(needed <= room_bytes)
-    not_hidden = sum(np.maximum(0.0, labels.copy_seconds - one) for one in columns.compute_seconds)
+    hidden = columns.compute_seconds * columns.hides_copies
+    not_hidden = sum(np.maximum(0.0, labels.copy_seconds - one) for one in hidden)
     left = leaving[old, way]
     return _Labels(
         waiting[old, way],

@@ -11,7 +11,6 @@ from functools import cached_property
 
 from keras_sn.cost import StepCosts
 from keras_sn.cuts import crossing_bytes
-from keras_sn.fusion import virtual_tensors
 from keras_sn.gradients import gradient_bytes
 from keras_sn.graph import LayerCall, LayerGraph
 
@@ -66,22 +65,8 @@ class SpanCosts:
         return {tensor: self.graph.nbytes(tensor) for tensor in self.graph.producer}
 
     @cached_property
-    def readers(self) -> dict[str, list[int]]:
-        """Activation -> the positions of its readers, ascending."""
-        found: dict[str, list[int]] = {tensor: [] for tensor in self.nbytes}
-        for index, layer in enumerate(self.graph.layers):
-            for tensor in dict.fromkeys(layer.inputs):
-                if tensor in found:
-                    found[tensor].append(index)
-        return found
-
-    @cached_property
     def gradients(self) -> tuple[int, ...]:
         return gradient_bytes(self.graph)
-
-    @property
-    def virtual(self) -> frozenset[str]:
-        return virtual_tensors(self.graph)
 
     @cached_property
     def crossing(self) -> list[int]:
@@ -144,7 +129,7 @@ class _Scan:
         self.first -= 1
         layer = self.of.graph.layers[self.first]
         self.read.update(layer.saved_for_backward)
-        if not self.of.virtual.isdisjoint(layer.outputs) and not self.read.isdisjoint(layer.outputs):
+        if not self.of.graph.virtual.isdisjoint(layer.outputs) and not self.read.isdisjoint(layer.outputs):
             self.read.update(layer.inputs)  # who reads a tensor that is never written reads what it is made of
         self.add_inputs(layer)
         for level_index, level in enumerate(self.levels):
@@ -168,7 +153,7 @@ class _Scan:
                 continue
             if last_use.get(tensor, -1) > self.last:
                 held += nbytes[tensor]  # a later region saves it as its input, so it is there
-            elif tensor in self.of.virtual:
+            elif tensor in self.of.graph.virtual:
                 again = True
             elif is_saved:
                 level.saved_bytes += nbytes[tensor]
@@ -190,7 +175,7 @@ class _Scan:
             options.append(Option(KEEP, self.kept_bytes + self.internal_bytes, self.largest_gradients, 0.0))
         input_bytes, read_before, passing_bytes = 0, [], self.of.crossing[self.last]
         for tensor in self.inputs:
-            nbytes, readers = self.of.nbytes[tensor], self.of.readers[tensor]
+            nbytes, readers = self.of.nbytes[tensor], self.of.graph.readers[tensor]
             place = bisect_left(readers, self.first)
             if place:
                 read_before.append((self.of.graph.producer[tensor], readers[place - 1], nbytes))

@@ -95,8 +95,12 @@ class _Clock:
 
     def copy(self, tensor: str, earliest: float) -> float:
         """Puts a copy into the link's queue; when it is done."""
+        if not self.costs.model.copies_overlap:
+            earliest = self.now  # and the device waits
         self.link_free_at = max(self.link_free_at, earliest)
         self.link_free_at += self.costs.model.transfer_seconds(self.costs.graph.nbytes(tensor))
+        if not self.costs.model.copies_overlap:
+            self.wait_until(self.link_free_at)
         return self.link_free_at
 
     def run_forward(self, copy_window: int) -> None:

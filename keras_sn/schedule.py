@@ -1,0 +1,194 @@
+"""A plan of regions as instructions, step by step, so that `simulate` can check it before it runs.
+
+Nothing is put right here: what a plan forgets to save is freed after its last use in the forward pass, and a copy that comes back
+too late comes back too late.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from keras_sn.errors import PlanError
+from keras_sn.graph import LayerGraph
+from keras_sn.plan import DEVICE, PLACES, Free, Instruction, Offload, Prefetch, Region, Run, Saved
+from keras_sn.predict import recomputed
+from keras_sn.simulate import simulate
+from keras_sn.steps import RECOMPUTE, Step, tensor_bytes, training_steps
+
+
+def check_regions(graph: LayerGraph, regions: Sequence[Region]) -> None:
+    """Checks a plan that somebody may have edited.
+
+    Args:
+        graph: The layer graph.
+        regions: The plan's regions.
+
+    Raises:
+        PlanError: The regions do not hold every layer call once and in order, or name unknown tensors or places; or the plan
+            frees a tensor too early, prefetches one too late, or recomputes from a freed one. The message names the step and
+            the tensor.
+    """
+    _check_layers(graph, regions)
+    _check_saved(graph, regions)
+    simulate(instructions_of(graph, regions), tensor_bytes(graph))
+
+
+def _check_layers(graph: LayerGraph, regions: Sequence[Region]) -> None:
+    planned = [name for region in regions for name in region.layers]
+    expected = [layer.name for layer in graph.layers]
+    for place, name in enumerate(expected):
+        found = planned[place] if place < len(planned) else None
+        if found != name:
+            raise PlanError(
+                f"The plan's regions must hold every layer call of the model once, in its order: {name!r} is expected as number "
+                f"{place}. Make a plan of this model with `build_plan()` and edit that. Received: {found!r}"
+            )
+    if len(planned) > len(expected):
+        raise PlanError(f"The plan has a layer call that the model has not. Received: {planned[len(expected)]!r}")
+
+
+def _check_saved(graph: LayerGraph, regions: Sequence[Region]) -> None:
+    tiers: dict[str, str] = {}
+    for index, region in enumerate(regions):
+        layers = [graph.layers[graph.position[name]] for name in region.layers]
+        own = {tensor for layer in layers for tensor in (*layer.inputs, *layer.outputs)}
+        for one in region.saved:
+            if one.tensor not in own:
+                raise PlanError(f"Region {index} saves a tensor that it neither reads nor makes. Received: {one.tensor!r}")
+            if one.tier not in PLACES:
+                raise PlanError(f"A saved tensor waits in one of {PLACES}. Received: {one.tensor!r} in {one.tier!r}")
+            if one.tensor in graph.inputs and one.tier != DEVICE:
+                raise PlanError(f"What the user feeds stays on the device. Received: {one.tensor!r} in {one.tier!r}")
+            if tiers.setdefault(one.tensor, one.tier) != one.tier:
+                raise PlanError(
+                    f"All regions that save a tensor must keep it in the same place. Received: {one.tensor!r} in {one.tier!r} "
+                    f"and {tiers[one.tensor]!r}"
+                )
+
+
+def instructions_of(graph: LayerGraph, regions: Sequence[Region]) -> list[Instruction]:
+    """What a plan of regions does in one training step."""
+    plain = replace(graph, layers=tuple(replace(layer, gradient_in_place=False) for layer in graph.layers))
+    return list(_Writer(plain, regions).write())
+
+
+@dataclass
+class _Writer:
+    graph: LayerGraph
+    regions: Sequence[Region]
+    device: set[str] = field(default_factory=set)
+    """What is on the device at the instruction that is being written."""
+
+    def __post_init__(self):
+        count, steps = len(self.graph.layers), training_steps(self.graph)
+        self.forward = {step.layer: step for step in steps[:count]}
+        # The loss reads the model's outputs before the first backward step.
+        self.backward = {
+            step.layer: replace(step, reads=step.reads - (set(self.graph.outputs) - set(layer.saved_for_backward)))
+            for step, layer in zip(steps[count:], reversed(self.graph.layers), strict=True)
+        }
+        self.home = {name: index for index, region in enumerate(self.regions) for name in region.layers}
+        self.last_use: dict[str, str] = {}
+        """Gradient or model output -> the layer whose backward step is the last to touch it."""
+        for step in self.backward.values():
+            self.last_use.update(dict.fromkeys(step.reads | step.writes, step.layer))
+        self.waits: dict[str, int] = {}
+        """Tensor on the device between the passes -> the first region whose backward pass needs it."""
+        for index, region in enumerate(self.regions):
+            saved = {one.tensor for one in region.saved if one.tier == DEVICE}
+            if not region.recompute:
+                saved = {t for name in region.layers for t in self.layer(name).saved_for_backward}
+            for tensor in saved:
+                self.waits.setdefault(tensor, index)
+        self.returns: dict[int, list[tuple[int, Saved]]] = {}
+        """Region -> what comes back from a tier when its backward pass starts, with the region that needs it."""
+        for index, region in enumerate(self.regions):
+            for one in region.saved:
+                if one.tier not in (DEVICE, RECOMPUTE):
+                    start = index if one.prefetch_at is None else min(max(one.prefetch_at, 0), len(self.regions) - 1)
+                    self.returns.setdefault(start, []).append((index, one))
+
+    def layer(self, name: str):
+        return self.graph.layers[self.graph.position[name]]
+
+    def write(self) -> Iterator[Instruction]:
+        for index, region in enumerate(self.regions):
+            yield from self.run_forward(index, region)
+        for index in range(len(self.regions) - 1, -1, -1):
+            yield from self.run_backward(index, self.regions[index])
+
+    def run(self, step: Step) -> Iterator[Instruction]:
+        self.device |= step.writes
+        yield Run(step)
+
+    def free(self, tensors: Sequence[str] | set[str]) -> Iterator[Instruction]:
+        for tensor in sorted(set(tensors) & self.device - set(self.graph.inputs)):
+            self.device.remove(tensor)
+            yield Free(tensor)
+
+    def run_forward(self, index: int, region: Region) -> Iterator[Instruction]:
+        away = [one for one in region.saved if one.tier not in (DEVICE, RECOMPUTE)]
+        for name in region.layers:
+            yield from self.run(self.forward[name])
+            yield from (Offload(one.tensor, one.tier) for one in away if one.tensor in self.forward[name].writes)
+        yield from (Offload(one.tensor, one.tier) for one in away if one.tensor in self.device and self.made_before(one, index))
+        end = self.graph.position[region.layers[-1]]
+        done = {t for t in self.device if self.graph.last_use.get(t, -1) <= end and t not in self.waits}
+        yield from self.free(done)
+
+    def made_before(self, one: Saved, index: int) -> bool:
+        """Whether a region's saved tensor is its input, and the first that saves it sends it away."""
+        savers = [place for place, region in enumerate(self.regions) if one.tensor in {other.tensor for other in region.saved}]
+        made_in = self.home[self.graph.layers[self.graph.producer[one.tensor]].name]
+        return made_in < index and savers[0] == index
+
+    def run_backward(self, index: int, region: Region) -> Iterator[Instruction]:
+        before = set(self.device)
+        for _, one in self.returns.get(index, ()):
+            if one.tensor not in self.device:
+                self.device.add(one.tensor)
+                yield Prefetch(one.tensor, one.tier)
+        for one in region.saved:
+            if one.tier == RECOMPUTE and one.tensor not in self.device:
+                yield from self.replay(self.home[self.graph.layers[self.graph.producer[one.tensor]].name], {one.tensor})
+        saved = {one.tensor for one in region.saved}
+        names = recomputed([self.layer(name) for name in region.layers], saved)[1] if region.recompute else []
+        for name in reversed(names):
+            yield from self.again(name)
+        for name in reversed(region.layers):
+            yield from self.run(self.backward[name])
+            yield from self.free(
+                {t for t in self.backward[name].reads | self.backward[name].writes if self.is_over(t, name, index)}
+            )
+        fetched_early = {one.tensor for later, one in self.all_returns() if later < index}
+        own = {t for t in self.device - before if not t.startswith("grad:")} | saved
+        yield from self.free({t for t in own if self.waits.get(t, index) >= index and t not in fetched_early})
+
+    def all_returns(self) -> Iterator[tuple[int, Saved]]:
+        return (pair for pairs in self.returns.values() for pair in pairs)
+
+    def is_over(self, tensor: str, layer: str, index: int) -> bool:
+        """Whether nothing touches a gradient, or what a kept region holds, any more."""
+        if tensor.startswith("grad:"):
+            return self.last_use[tensor] == layer
+        return not self.regions[index].recompute and self.last_use[tensor] == layer and self.waits.get(tensor, index) >= index
+
+    def again(self, name: str) -> Iterator[Instruction]:
+        step = self.forward[name]
+        missing = step.writes - self.device
+        yield from self.run(Step(name, RECOMPUTE, step.reads, missing))
+
+    def replay(self, source: int, wanted: set[str]) -> Iterator[Instruction]:
+        """A region's forward pass once more, for tensors that wait nowhere."""
+        region, before = self.regions[source], set(self.device)
+        for one in region.saved:
+            made_in = self.graph.producer.get(one.tensor)
+            if one.tier == RECOMPUTE and one.tensor not in self.device and made_in is not None:
+                home = self.home[self.graph.layers[made_in].name]
+                if home != source:
+                    yield from self.replay(home, {one.tensor})
+            elif one.tier not in (DEVICE, RECOMPUTE) and one.tensor not in self.device:
+                self.device.add(one.tensor)
+                yield Prefetch(one.tensor, one.tier)
+        for name in region.layers:
+            yield from self.again(name)
+        yield from self.free(self.device - before - wanted)
