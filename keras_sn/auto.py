@@ -19,9 +19,11 @@ ROUNDS = 6
 CLOSE = 0.01
 """A peak that is less than this share below the room uses it well enough."""
 ALTERNATIVES = 3
-IMPROVED_GRAPH = 64
+IMPROVED_GRAPH = 24
 """Layer calls; in a larger graph a local change makes too little difference for the time it takes."""
-HALVINGS = 12
+TINY_GRAPH = 8
+"""Layer calls; in so small a graph a bad choice of one region can cost much, so local search begins in several places."""
+HALVINGS = 9
 
 STARTS = 2
 """Plans that local search begins with."""
@@ -50,16 +52,21 @@ class Auto:
         return SpanCosts(self.costs)
 
     @cached_property
-    def searches(self) -> list[RegionSearch]:
-        """On the device alone, and with the host; the first is there so that a plan found by it is never missed."""
-        alone = [RegionSearch(self.spans, may_offload=False)]
-        return alone if self.host_bytes == 0 else [*alone, RegionSearch(self.spans)]
+    def search(self) -> RegionSearch:
+        return RegionSearch(self.spans, may_offload=self.host_bytes != 0)
+
+    @cached_property
+    def on_device(self) -> "Auto":
+        """The search for plans that send nothing to the host; asked too, so that none of its plans is missed."""
+        return Auto(self.costs, host_bytes=0)
 
     def cheapest(self, room_bytes: int) -> Candidate | None:
         """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
-        tried = [one for search in self.searches for one in self._within(search, room_bytes)]
+        tried = list(self._within(room_bytes))
         found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
         found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
+        if self.host_bytes != 0 and (alone := self.on_device.cheapest(room_bytes)):
+            found.append(alone)
         fitting = [one for one in found if one.fits(room_bytes, self.host_bytes)]
         return min(fitting or self._of_smallest(room_bytes), key=lambda one: one.seconds, default=None)
 
@@ -70,9 +77,9 @@ class Auto:
 
     @cached_property
     def _smallest(self) -> list[Candidate]:
-        tried = [one for search in self.searches for one in self._ever_smaller(search)]
-        found = self._improved(tried, inf, lambda one: (one.peak_bytes, one.seconds))
+        found = self._improved(list(self._ever_smaller()), inf, lambda one: (one.peak_bytes, one.seconds))
         found += [evaluate(self.costs, regions, 0) for regions in self.named]
+        found += [] if self.host_bytes == 0 else self.on_device._smallest
         return [one for one in found if one.fits(inf, self.host_bytes)]
 
     def _of_smallest(self, room_bytes: int) -> list[Candidate]:
@@ -81,34 +88,34 @@ class Auto:
         drafts = [one for one in fitting if one.draft is not None]
         return fitting + self._improved(drafts, room_bytes, lambda one: (one.seconds, one.peak_bytes))
 
-    def _within(self, search: RegionSearch, room_bytes: int) -> Iterator[Candidate]:
+    def _within(self, room_bytes: int) -> Iterator[Candidate]:
         """Drafts whose predicted peaks come close to the room; the search itself knows them only roughly."""
         room = float(room_bytes)
         for _ in range(ROUNDS):
-            tried = [self._try_out(draft, room_bytes) for draft in self._find(search, int(room))]
+            tried = [self._try_out(draft, room_bytes) for draft in self._find(int(room))]
             yield from tried
             off = room_bytes - min((one.peak_bytes for one in tried), default=0.95 * room_bytes)
             if tried and 0 <= off < CLOSE * room_bytes:
                 return
             room += off if off > 0 else 1.5 * off
 
-    def _ever_smaller(self, search: RegionSearch) -> Iterator[Candidate]:
+    def _ever_smaller(self) -> Iterator[Candidate]:
         """Drafts for ever smaller rooms, until there are none."""
         low, high = 0, 3 * sum(self.spans.nbytes.values()) + sum(layer.weight_bytes for layer in self.graph.layers)
         for _ in range(HALVINGS):
             middle = (low + high) // 2
-            tried = [self._try_out(draft, 0) for draft in self._find(search, middle)]
+            tried = [self._try_out(draft, 0) for draft in self._find(middle)]
             yield from tried
             low, high = (low, middle) if tried else (middle, high)
 
-    def _find(self, search: RegionSearch, room_bytes: int) -> list[Draft]:
+    def _find(self, room_bytes: int) -> list[Draft]:
         """Drafts for a room; where the host is short, a byte there gets a price that keeps enough of them away."""
-        found = search.find(room_bytes, count=ALTERNATIVES)
+        found = self.search.find(room_bytes, count=ALTERNATIVES)
         if self.host_bytes is None or not found or self._host_bytes(found[0]) <= self.host_bytes:
             return found
         price = self.costs.plain_seconds / (1 + sum(self.spans.nbytes.values()))
         for _ in range(HALVINGS):
-            found = search.find(room_bytes, seconds_per_host_byte=price, count=ALTERNATIVES)
+            found = self.search.find(room_bytes, seconds_per_host_byte=price, count=ALTERNATIVES)
             if self._host_bytes(found[0]) <= self.host_bytes:
                 break
             price *= 4
@@ -125,8 +132,9 @@ class Auto:
         fitting = sorted((one for one in tried if one.fits(room_bytes, self.host_bytes)), key=rank)
         if len(self.graph.layers) > IMPROVED_GRAPH:
             return fitting
-        starts = list({one.draft: one for one in fitting}.values())[:STARTS]
-        simple = (self._try_out(draft, room_bytes if room_bytes < inf else 0) for draft in simple_drafts(self.graph))
+        is_tiny = len(self.graph.layers) <= TINY_GRAPH
+        starts = list({one.draft: one for one in fitting}.values())[: STARTS if is_tiny else 1]
+        simple = [self._try_out(draft, room_bytes if room_bytes < inf else 0) for draft in simple_drafts(self.graph) if is_tiny]
         starts += [one for one in simple if one.fits(room_bytes, self.host_bytes)]
         return fitting + [
             improve(

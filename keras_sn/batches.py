@@ -1,4 +1,4 @@
-"""How many samples the first batch of a data set has, without taking it from the training loop."""
+"""What the first batch of a data set looks like, without taking it from the training loop."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,8 +7,8 @@ import keras
 import tensorflow as tf
 
 
-def first_batch_size(x: Any, batch_size: int | None) -> tuple[Any, int]:
-    """Finds the batch size that `fit(x, batch_size=...)` will see first.
+def first_batch(x: Any, batch_size: int | None) -> tuple[Any, Any]:
+    """Finds the inputs of the first batch that `fit(x, batch_size=...)` will see.
 
     Args:
         x: What `fit` takes: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset`, a generator, a torch `DataLoader`.
@@ -16,22 +16,27 @@ def first_batch_size(x: Any, batch_size: int | None) -> tuple[Any, int]:
 
     Returns:
         What to train on (`x` itself, or, of an iterator whose first batch had to be taken, one that starts with that batch), and
-        the number of samples of the first batch.
+        the inputs of the first batch, or specifications that have their shapes.
     """
     if isinstance(x, tf.data.Dataset):
-        static = next((spec.shape[0] for spec in tf.nest.flatten(x.element_spec) if spec.shape.rank), None)
-        return x, static if static is not None else count_samples(next(iter(x)))
+        shapes = [spec.shape for spec in tf.nest.flatten(x.element_spec)]
+        return x, inputs_of_batch(x.element_spec if all(s.is_fully_defined() for s in shapes) else next(iter(x)))
     if isinstance(x, tf.distribute.DistributedDataset):
-        return x, count_samples(next(iter(x)))
+        return x, inputs_of_batch(next(iter(x)))
     if isinstance(x, keras.utils.PyDataset):
-        return x, count_samples(x[0])
+        return x, inputs_of_batch(x[0])
     if isinstance(x, Iterator):
         first = next(x)
-        return _resumed(first, x), count_samples(first)
+        return _resumed(first, x), inputs_of_batch(first)
     if type(x).__module__.startswith("torch.utils.data"):
-        return x, x.batch_size or count_samples(next(iter(x)))
-    length = count_samples(x)
-    return x, min(batch_size or 32, length)
+        return x, inputs_of_batch(next(iter(x)))
+    size = min(batch_size or 32, count_samples(x))
+    return x, keras.tree.map_structure(lambda array: None if array is None else array[:size], x)
+
+
+def inputs_of_batch(batch: Any) -> Any:
+    """The inputs of a batch `(x, y, sample_weight)`, `(x, y)`, `(x,)` or `x`, as `keras.utils` unpacks it."""
+    return batch[0] if isinstance(batch, tuple) else batch
 
 
 def _resumed(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
@@ -40,9 +45,13 @@ def _resumed(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield from rest
 
 
+def shape_of(one: Any) -> tuple[int, ...]:
+    """The shape of an array, tensor or specification; of all replicas together for a distributed one."""
+    if hasattr(one, "values") and isinstance(one.values, tuple):
+        return sum(int(tf.shape(value)[0]) for value in one.values), *one.values[0].shape[1:]
+    return tuple(one.shape) if hasattr(one, "shape") else (len(one),)
+
+
 def count_samples(batch: Any) -> int:
     """The length of the first array in a batch; of all replicas together for a distributed one."""
-    first = next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
-    if hasattr(first, "values") and isinstance(first.values, tuple):
-        return sum(int(tf.shape(value)[0]) for value in first.values)
-    return int(first.shape[0]) if hasattr(first, "shape") else len(first)
+    return int(shape_of(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None))[0])

@@ -48,9 +48,11 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
         room_bytes: What activations and their gradients may take on the device.
     """
     if all(one.tier in (DEVICE, RECOMPUTE) for region in regions for one in region.saved):
-        return _candidate(costs, regions, Plan.copy_window)
+        return as_given(costs, regions, Plan.copy_window)
+    if not costs.model.copies_overlap:  # nothing is won by copying early
+        return as_given(costs, one_ahead(regions), Plan.copy_window)
     found = [
-        _candidate(costs, timed, window)
+        as_given(costs, timed, window)
         for timed in (schedule_prefetches(costs, regions), one_ahead(regions))
         for window in COPY_WINDOWS
     ]
@@ -72,6 +74,7 @@ def one_ahead(regions: Sequence[Region]) -> list[Region]:
     ]
 
 
-def _candidate(costs: StepCosts, regions: Sequence[Region], copy_window: int) -> Candidate:
+def as_given(costs: StepCosts, regions: Sequence[Region], copy_window: int) -> Candidate:
+    """Predicts a plan as it is, its copies at the times that it says."""
     prediction = predict(costs.graph, regions, copy_window)
     return Candidate(tuple(regions), copy_window, prediction, time_regions(costs, regions, copy_window))

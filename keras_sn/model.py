@@ -1,46 +1,27 @@
 """The Keras face: `SNModel`, a `keras.Model` whose training calls run by a plan. Everything else is Keras' own code."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_sn import device, keras_internals
-from keras_sn.batches import count_samples, first_batch_size
+from keras_sn import keras_internals
+from keras_sn.batches import count_samples, first_batch
 from keras_sn.errors import PlanError, UnsupportedModelError
-from keras_sn.graph import DTYPE_BYTES
 from keras_sn.log import log
 from keras_sn.plan import Plan
-from keras_sn.planner import make_plan
+from keras_sn.planning import InForce, Shapes, input_shapes
 from keras_sn.policies import Policy
 from keras_sn.report import MeasuredPeak, plan_line
 from keras_sn.runtime import PlanExecutor
-from keras_sn.settings import MARGIN, Settings
-from keras_sn.trace import check_supported, trace
+from keras_sn.settings import Settings
+from keras_sn.trace import check_supported
 from keras_sn.updates import GroupedUpdate, grouped_update
 
 _OWN_METHODS = ("train_step", "compute_loss", "compute_metrics", "test_step", "predict_step", "fit")
-
-
-@dataclass
-class _InForce:
-    """What a model has planned. One object, because Keras tracks the lists and variables among a model's own attributes."""
-
-    plans: dict[int, Plan] = field(default_factory=dict)
-    """By batch size."""
-    plan: Plan | None = None
-    executor: PlanExecutor | None = None
-    executor_key: Any = None
-    region_jit: bool | None = None
-    """Whether the regions are compiled by XLA; None before there is a train function."""
-    update: GroupedUpdate | None = None
-    waiting_updates: list[tuple[keras.Variable, Any]] | None = None
-    """State updates of the training step that is being traced or run; None outside one."""
 
 
 class SNModel(keras.Model):
@@ -60,13 +41,14 @@ class SNModel(keras.Model):
         memory_budget: What the device may hold during a training step: bytes, or text such as `"12GiB"`. None means what the
             device has.
         host_budget: What the host may hold of it; None means 80 % of the free memory.
-        policy: `"auto"` (the first that fits of plain Keras, recomputation, recomputation and offload), `"recompute"`,
-            `"offload"`, `"superneurons"`, `"none"`, or a dict from patterns of layer names to `"keep"`, `"recompute"` or
-            `"offload"`.
+        policy: `"auto"` (plain Keras if it fits, else the fastest plan found that does), `"recompute"`, `"offload"`,
+            `"superneurons"`, `"none"`, or a dict from patterns of layer names to `"keep"`, `"recompute"` or `"offload"`.
+        plan: A plan to run instead of one that is made: a `Plan` (for example `model.plan` of an equal model, edited with
+            `dataclasses.replace`) or what its `to_json()` wrote. It is checked step by step before it runs.
 
     Raises:
         BudgetError: A budget is not a size.
-        PlanError: The policy is unknown.
+        PlanError: The policy is unknown, or `plan` is none.
         UnsupportedModelError: The model is not built from `inputs` and `outputs`.
     """
 
@@ -91,6 +73,7 @@ class SNModel(keras.Model):
         memory_budget: int | str | None = None,
         host_budget: int | str | None = None,
         policy: Policy = "auto",
+        plan: Plan | str | None = None,
     ) -> "SNModel":
         """Makes an `SNModel` of an existing functional or Sequential model. The two share layers and weights.
 
@@ -99,6 +82,7 @@ class SNModel(keras.Model):
             memory_budget: See the class.
             host_budget: See the class.
             policy: See the class.
+            plan: See the class.
 
         Returns:
             The new model, not compiled.
@@ -114,7 +98,7 @@ class SNModel(keras.Model):
                     f"`keras_sn.SNModel` instead of `keras.Model`. Received: {model!r}"
                 )
         graph = keras_internals.functional_part(model)
-        settings = {"memory_budget": memory_budget, "host_budget": host_budget, "policy": policy}
+        settings = {"memory_budget": memory_budget, "host_budget": host_budget, "policy": policy, "plan": plan}
         converted = cls(graph.input, graph.output, name=model.name, **settings)
         converted.dtype_policy = model.dtype_policy
         return converted
@@ -129,15 +113,16 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         memory_budget: int | str | None = None,
         host_budget: int | str | None = None,
         policy: Policy | None = None,
+        plan: Plan | str | None = None,
         **kwargs: Any,
     ):
-        settings = Settings(memory_budget, host_budget, "auto" if policy is None else policy)
+        settings = Settings(memory_budget, host_budget, "auto" if policy is None else policy, plan)
         with _deep_recursion():
             keras_internals.Functional.__init__(self, *args, **kwargs)
         if settings == Settings():
             settings = _settings_of_clone(self.outputs)
         self.settings = settings
-        self._now = _InForce()
+        self._now = InForce()
 
     # --- planning
 
@@ -146,68 +131,56 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         """The plan in force; None before the first training step or `build_plan`."""
         return self._now.plan
 
-    def build_plan(self, batch_size: int) -> Plan:
+    def build_plan(self, batch_size: int, inputs: Any = None) -> Plan:
         """Plans the training step for a batch size, and puts the plan in force. `fit` does this by itself.
 
         Args:
             batch_size: Samples in a batch (of one replica under `tf.distribute`).
+            inputs: The inputs of a batch, or specifications with their shapes, for a model that leaves other axes open.
 
         Returns:
             The plan.
 
         Raises:
             BudgetError: No plan fits.
-            PlanError: The policy names an unknown layer.
+            PlanError: The policy names an unknown layer, or the given plan is illegal.
             UnsupportedModelError: A layer or tensor cannot be planned.
         """
+        return self._plan_shapes(input_shapes(self, batch_size, inputs))
+
+    def _plan_shapes(self, shapes: Shapes) -> Plan:
         if self.compiled and self.optimizer is not None:
             with self.distribute_strategy.scope():
                 keras_internals.build_optimizer(self.optimizer, self.trainable_variables)
-        if batch_size not in self._now.plans:
-            traced, budget_bytes = trace(self, batch_size), self.settings.budget_bytes()
-            self._now.plans[batch_size] = make_plan(
-                traced.graph,
-                self.settings.policy,
-                batch_size=batch_size,
-                reserved_bytes=self._reserved_bytes(),
-                budget_bytes=budget_bytes,
-                margin=MARGIN,
-                host_budget_bytes=self.settings.host_budget_bytes(),
-                cost_model=device.cost_model(),
-                compiled=self._wants_jit(),
-            )
-        plan = self._now.plans[batch_size]
-        if plan is not self._now.plan:
-            self._now.plan, self._now.executor, self.train_function = plan, None, None
-            log.info(plan_line(plan))
-        return plan
+        now = self._now
+        planned = now.plan_for(self, self.settings, shapes, compiled=self._wants_jit())
+        if planned is not now.planned:
+            now.planned, now.executor, self.train_function = planned, None, None
+            log.info(plan_line(planned.plan))
+        return planned.plan
 
-    def _reserved_bytes(self) -> int:
-        """Weights, state and optimizer slots, in bytes."""
-        optimizer = self.optimizer.variables if self.compiled and self.optimizer is not None else []
-        return _nbytes([*self.variables, *optimizer])
-
-    def _planned_for(self, batch_size: int | None) -> Plan:
-        """The plan in force, or a new one for a batch larger than it was made for."""
-        if batch_size is None and self._now.plan is None:
+    def _planned_for(self, shapes: Sequence[Sequence[int | None]]) -> Plan:
+        """The plan in force; a new one for a batch that needs more than it was made for, or after another `compile()`."""
+        planned = self._now.planned
+        if planned is not None and planned.covers(shapes):
+            # The plan of the same shapes, unless it was made for another optimizer, for XLA or not, or for other weights.
+            return self._plan_shapes(planned.shapes) if not tf.inside_function() else planned.plan
+        if any(None in shape for shape in shapes):
             raise PlanError(
-                "The batch size is not known, so no plan can be made. Call `model.build_plan(batch_size=...)` before "
-                "the training loop, or give the data a fixed batch size. Received: a batch axis of unknown size"
+                "The batch size or another axis is not known, so no plan can be made. Call "
+                "`model.build_plan(batch_size=..., inputs=...)` before the training loop, or give the data a fixed shape. "
+                f"Received: shapes {[tuple(shape) for shape in shapes]}"
             )
-        if self._now.plan is None or (batch_size is not None and batch_size > self._now.plan.batch_size):
-            return self.build_plan(batch_size)
-        return self._now.plan
+        return self._plan_shapes(tuple(tuple(int(size) for size in shape if size is not None) for shape in shapes))
+
+    def _plan_for_batch(self, inputs: Any, replicas: int = 1) -> None:
+        size = -(-count_samples(inputs) // replicas)
+        self._planned_for(input_shapes(self, size, inputs))
 
     def _executor_in_force(self) -> PlanExecutor:
-        """The executor of the plan; a new one after anything changed that it depends on."""
         autocast_dtype = self.compute_dtype if self.compute_dtype != self.variable_dtype else None
         jit = self._now.region_jit if self._now.region_jit is not None else self._wants_jit()
-        key = (id(self._now.plan), jit, autocast_dtype, tuple(id(v) for v in self.trainable_variables))
-        if self._now.executor is None or key != self._now.executor_key:
-            traced = trace(self, self._now.plan.batch_size)
-            self._now.executor = PlanExecutor(traced, self._now.plan, jit=jit, autocast_dtype=autocast_dtype)
-            self._now.executor_key = key
-        return self._now.executor
+        return self._now.executor_for(jit=jit, autocast_dtype=autocast_dtype)
 
     # --- the forward pass
 
@@ -218,7 +191,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         for x, its_mask in zip(flat, [None] * len(flat) if mask is None else keras.tree.flatten(mask), strict=True):
             if its_mask is not None:
                 keras_internals.set_mask(x, its_mask)
-        if self._planned_for(flat[0].shape[0]).is_plain:
+        if self._planned_for(_shapes(self.inputs, flat)).is_plain:
             return super().call(inputs, training=training, mask=mask, **kwargs)
         result = self._executor_in_force().run(flat)
         for layer, loss in result.losses:
@@ -239,8 +212,8 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
 
     def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         if self.compiled and x is not None:
-            x, size = first_batch_size(x, batch_size)
-            self._planned_for(-(-size // self.distribute_strategy.num_replicas_in_sync))
+            x, inputs = first_batch(x, batch_size)
+            self._plan_for_batch(inputs, self.distribute_strategy.num_replicas_in_sync)
             self._report_measured_peak(kwargs)
         return super().fit(x, y, batch_size, *args, **kwargs)
 
@@ -253,7 +226,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
 
     def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.compiled:
-            self._planned_for(count_samples(x))
+            self._plan_for_batch(x)
         return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
 
     train_on_batch.__doc__ = keras.Model.train_on_batch.__doc__
@@ -329,8 +302,9 @@ def _put_functional_under(cls: type) -> type:
     return cls
 
 
-def _nbytes(variables: list[keras.Variable]) -> int:
-    return sum(prod(v.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(v.dtype)] for v in variables)
+def _shapes(symbolic: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[int | None, ...]]:
+    """The shapes of inputs as far as they are known; that of the symbolic input for a missing optional one."""
+    return [(None, *tensor.shape[1:]) if x is None else tuple(x.shape) for tensor, x in zip(symbolic, inputs, strict=True)]
 
 
 def _assign(updates: list[tuple[keras.Variable, Any]]) -> None:

@@ -1,16 +1,18 @@
 """From a layer graph and a policy to a plan. Plain Python; the runtime makes no choices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from keras_sn.auto import Auto
-from keras_sn.candidates import Candidate, evaluate
+from keras_sn.candidates import Candidate, as_given, evaluate
 from keras_sn.cost import ON_CPU, CostModel, StepCosts
 from keras_sn.errors import BudgetError
 from keras_sn.fusion import as_compiled
 from keras_sn.graph import LayerGraph
 from keras_sn.plan import Plan, Region
 from keras_sn.policies import Policy, check_policy, keep_all, regions_of_policy
+from keras_sn.schedule import check_regions
 from keras_sn.sizes import format_bytes
 from keras_sn.superneurons import superneurons_regions
 
@@ -54,23 +56,68 @@ def make_plan(
     costs = StepCosts(graph, cost_model, compiled)
     plain = evaluate(costs, [keep_all(graph)] if graph.layers else [], 0)
     chosen = _choose(costs, policy, plain, limits)
+    return _described(policy if isinstance(policy, str) else "dict", batch_size, chosen, plain, limits, compiled)
+
+
+def _described(
+    policy: str, batch_size: int, chosen: Candidate | None, plain: Candidate, limits: "_Limits", compiled: bool
+) -> Plan:
     planned = chosen or plain
-    name = policy if isinstance(policy, str) else "dict"
     return Plan(
-        policy=name if chosen else "none",
+        policy=policy if chosen else "none",
         batch_size=batch_size,
         regions=_annotated(chosen) if chosen else (),
-        reserved_bytes=reserved_bytes,
-        plain_peak_bytes=reserved_bytes + plain.peak_bytes,
-        planned_peak_bytes=reserved_bytes + planned.peak_bytes,
+        reserved_bytes=limits.reserved_bytes,
+        plain_peak_bytes=limits.reserved_bytes + plain.peak_bytes,
+        planned_peak_bytes=limits.reserved_bytes + planned.peak_bytes,
         peak_layer=planned.prediction.peak_layer,
-        budget_bytes=budget_bytes,
+        budget_bytes=limits.budget_bytes,
         copy_window=planned.copy_window,
         offloaded_bytes=planned.prediction.offloaded_bytes,
         planned_seconds=planned.seconds,
         plain_seconds=plain.seconds,
         compiled=compiled,
     )
+
+
+def adopt_plan(
+    graph: LayerGraph,
+    plan: Plan,
+    *,
+    batch_size: int,
+    reserved_bytes: int,
+    budget_bytes: int | None,
+    cost_model: CostModel,
+    compiled: bool,
+) -> Plan:
+    """Checks a plan that was edited by hand, or made elsewhere, and predicts it anew for this graph and device.
+
+    Args:
+        graph: The layer graph.
+        plan: The plan.
+        batch_size: Samples in a batch.
+        reserved_bytes: What no plan can move, in bytes.
+        budget_bytes: What the device may hold, in bytes; shown beside the prediction, which may exceed it.
+        cost_model: What the device does in a second.
+        compiled: Whether XLA compiles the regions.
+
+    Raises:
+        PlanError: The plan is not one of this graph, or is illegal; see `schedule.check_regions`.
+    """
+    graph = as_compiled(graph) if compiled else graph
+    costs = StepCosts(graph, cost_model, compiled)
+    if plan.regions:
+        check_regions(graph, plan.regions)
+    plain = evaluate(costs, [keep_all(graph)] if graph.layers else [], 0)
+    planned = as_given(costs, _with_bytes(graph, plan.regions), plan.copy_window) if plan.regions else None
+    limits = _Limits(reserved_bytes, budget_bytes, 0.0, None)
+    return _described(plan.policy, batch_size, planned, plain, limits, compiled)
+
+
+def _with_bytes(graph: LayerGraph, regions: Sequence[Region]) -> list[Region]:
+    return [
+        replace(region, saved=tuple(replace(one, nbytes=graph.nbytes(one.tensor)) for one in region.saved)) for region in regions
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +166,7 @@ def _choose(costs: StepCosts, policy: Policy, plain: Candidate, limits: _Limits)
         regions = superneurons_regions(graph, room_bytes)
     else:
         regions = regions_of_policy(graph, policy, compiled=costs.compiled)
-    return evaluate(costs, regions, float("inf") if room_bytes is None else room_bytes)
+    return evaluate(costs, regions, room_bytes or 0)
 
 
 def _least_memory(costs: StepCosts) -> Candidate:

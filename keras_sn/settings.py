@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_sn import device
+from keras_sn.errors import PlanError
+from keras_sn.plan import Plan
 from keras_sn.policies import Policy, check_policy
 from keras_sn.sizes import parse_bytes
 
@@ -20,8 +22,13 @@ class Settings:
     memory_budget: int | str | None = None
     host_budget: int | str | None = None
     policy: Policy = "auto"
+    plan: Plan | None = None
 
     def __post_init__(self):
+        if isinstance(self.plan, str):
+            object.__setattr__(self, "plan", Plan.from_json(self.plan))
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise PlanError(f"`plan` must be a `keras_sn.Plan` or what its `to_json()` wrote. Received: plan={self.plan!r}")
         check_policy(self.policy)
         for argument in ("memory_budget", "host_budget"):
             if getattr(self, argument) is not None:
@@ -40,4 +47,9 @@ class Settings:
 
     def config(self) -> dict[str, Any]:
         policy = dict(self.policy) if isinstance(self.policy, Mapping) else self.policy
-        return {"memory_budget": self.memory_budget, "host_budget": self.host_budget, "policy": policy}
+        return {
+            "memory_budget": self.memory_budget,
+            "host_budget": self.host_budget,
+            "policy": policy,
+            "plan": self.plan.to_json() if self.plan else None,
+        }

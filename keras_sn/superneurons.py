@@ -16,7 +16,10 @@ from keras_sn.offload import insert_cached_transfers
 from keras_sn.plan import DEVICE, HOST, Offload, Region, Saved
 from keras_sn.predict import predict
 from keras_sn.recompute import COST_AWARE, Segment, choose_checkpoints, find_segments, in_one_go, insert_recomputation
-from keras_sn.steps import RECOMPUTE, tensor_bytes, training_steps
+from keras_sn.steps import RECOMPUTE, Step, tensor_bytes, training_steps
+
+CACHE_SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)
+"""Of the room, for the cache; a region holds more at once than a step of the paper's does. With no room all checkpoints leave."""
 
 
 def superneurons_regions(graph: LayerGraph, room_bytes: int | None = None, *, strategy: str = COST_AWARE) -> list[Region]:
@@ -36,11 +39,16 @@ def superneurons_regions(graph: LayerGraph, room_bytes: int | None = None, *, st
     regions = _regions(graph, ends, checkpoints, away=set())
     if room_bytes is None or predict(graph, regions).peak_bytes <= room_bytes:
         return regions
-    evicted = _evicted(graph, segments, room_bytes, strategy) & set(checkpoints)
-    regions = one_ahead(_regions(graph, ends, checkpoints, away=evicted))
-    if predict(graph, regions).peak_bytes <= room_bytes:
-        return regions
-    return one_ahead(_regions(graph, ends, checkpoints, away=set(checkpoints)))
+    steps = insert_recomputation(training_steps(graph), graph, segments, strategy=strategy)
+    found = []
+    for share in CACHE_SHARES:
+        evicted = _evicted(graph, steps, int(share * room_bytes)) & set(checkpoints)
+        away = one_ahead(_regions(graph, ends, checkpoints, away=evicted))
+        peak_bytes = predict(graph, away).peak_bytes
+        if peak_bytes <= room_bytes:
+            return away
+        found.append((peak_bytes, away))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def _ends(graph: LayerGraph, checkpoints: set[str], segments: Sequence[Segment], strategy: str) -> list[int]:
@@ -69,12 +77,11 @@ def _regions(graph: LayerGraph, ends: Sequence[int], checkpoints: Sequence[str],
     return regions
 
 
-def _evicted(graph: LayerGraph, segments: Sequence[Segment], room_bytes: int, strategy: str) -> set[str]:
+def _evicted(graph: LayerGraph, steps: Sequence[Step], room_bytes: int) -> set[str]:
     """What the tensor cache sends to the host; every tensor if one step alone does not fit."""
     nbytes = tensor_bytes(graph)
     if room_bytes <= 0:
         return set(nbytes)
-    steps = insert_recomputation(training_steps(graph), graph, segments, strategy=strategy)
     try:
         instructions = insert_cached_transfers(steps, nbytes, room_bytes)
     except BudgetError:

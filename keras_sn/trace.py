@@ -102,12 +102,13 @@ class ModelTrace:
         return tuple(self.calls[self.graph.position[name]] for name in names)
 
 
-def trace(model: Any, batch_size: int) -> ModelTrace:
+def trace(model: Any, batch_size: int, input_shapes: Sequence[tuple[int, ...]] | None = None) -> ModelTrace:
     """Finds the layer calls of a functional or built Sequential model.
 
     Args:
         model: A functional or Sequential model whose layers are built.
         batch_size: The number of samples that an unknown first axis stands for.
+        input_shapes: The full shape of each input, for models whose inputs have other unknown axes.
 
     Returns:
         The layer calls with their graph. The order is Keras' own where that keeps about as few bytes alive as the best
@@ -117,7 +118,7 @@ def trace(model: Any, batch_size: int) -> ModelTrace:
         UnsupportedModelError: The model is not a graph of layers, or not built, or an axis other than the first is unknown.
     """
     check_supported(model)
-    flattening = _Flattening(model, batch_size)
+    flattening = _Flattening(model, batch_size, input_shapes)
     calls = few_alive(flattening.calls, flattening.specs, flattening.outputs)
     seen: set[int] = set()
     layers = tuple(_layer_call(call, flattening.specs, seen) for call in calls)
@@ -153,6 +154,7 @@ class _Flattening:
 
     model: Any
     batch_size: int
+    input_shapes: Sequence[tuple[int, ...]] | None = None
     calls: list[TracedCall] = field(default_factory=list)
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -162,9 +164,9 @@ class _Flattening:
     def __post_init__(self):
         graph = keras_internals.functional_part(self.model)
         self.has_masks = any(_makes_masks(layer) for layer in keras_internals.sublayers(graph))
-        for tensor in graph.inputs:
+        for tensor, shape in zip(graph.inputs, self.input_shapes or [None] * len(graph.inputs), strict=True):
             self.names[id(tensor)] = tensor.name
-            self.specs[tensor.name] = self._spec(tensor.name, tensor, kind="input")
+            self.specs[tensor.name] = self._spec(tensor.name, tensor, kind="input", shape=shape)
         self.inputs = [tensor.name for tensor in graph.inputs]
         self._walk(graph)
         self.outputs = [self.names[id(tensor)] for tensor in graph.outputs]
@@ -212,10 +214,18 @@ class _Flattening:
         name = self._call_name(prefix + node.operation.name)
         bindings = tuple((id(tensor), self.names[id(tensor)]) for tensor in node.input_tensors)
         outputs = tuple(name if len(node.outputs) == 1 else f"{name}:{index}" for index in range(len(node.outputs)))
-        for output, tensor in zip(outputs, node.outputs, strict=True):
+        known = self._known_shapes(node) if any(None in tensor.shape[1:] for tensor in node.outputs) else [None] * len(outputs)
+        for output, tensor, shape in zip(outputs, node.outputs, known, strict=True):
             self.names[id(tensor)] = output
-            self.specs[output] = self._spec(output, tensor)
+            self.specs[output] = self._spec(output, tensor, shape=shape)
         self.calls.append(TracedCall(name, node.operation, node.arguments, bindings, outputs))
+
+    def _known_shapes(self, node: Any) -> list[tuple[int, ...]]:
+        """The shapes of a call's outputs on inputs of known shapes, as Keras infers them."""
+        specs = {id(tensor): self.specs[self.names[id(tensor)]] for tensor in node.input_tensors}
+        args, kwargs = node.arguments.fill_in({key: keras.KerasTensor(one.shape, one.dtype) for key, one in specs.items()})
+        outputs = node.operation.compute_output_spec(*args, **kwargs)
+        return [tuple(output.shape) for output in keras.tree.flatten(outputs)]
 
     def _cast(self, name: str, dtype: Any, path: str) -> str:
         spec = self.specs[name]
@@ -237,7 +247,7 @@ class _Flattening:
         self.uses[name] += 1
         return name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
 
-    def _spec(self, name: str, tensor: Any, kind: str = "activation") -> TensorSpec:
+    def _spec(self, name: str, tensor: Any, kind: str = "activation", shape: tuple | None = None) -> TensorSpec:
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         # Only inputs say truly whether they are sparse: `x * 2.0` calls itself so.
         is_sparse = kind == "input" and (getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False))
@@ -246,13 +256,13 @@ class _Flattening:
                 f"Tensor {name!r} is sparse, ragged or of a dtype without a size, which regions cannot pass on. Make it dense "
                 f"before the model. Received: {tensor!r}"
             )
-        shape = tuple(tensor.shape)
+        shape = tuple(tensor.shape if shape is None else shape)
         if shape and shape[0] is None:
             shape = (self.batch_size, *shape[1:])
         if None in shape:
             raise UnsupportedModelError(
-                f"Tensor {name!r} has an unknown axis, so its bytes cannot be planned. Give `keras.Input` the full shape. "
-                f"Received: shape={tuple(tensor.shape)}"
+                f"Tensor {name!r} has an unknown axis, so its bytes cannot be planned. Give `keras.Input` the full shape; "
+                f"`fit` plans by the first batch where the inputs alone are open. Received: shape={shape}"
             )
         return TensorSpec(name, shape, dtype, kind)
 

@@ -13,15 +13,17 @@ from keras_sn.benchmarks.frontier import CASES, OTHERS, Case, Frontier, collect
 from keras_sn.errors import BudgetError
 
 TINY = {
-    "resnet50": Case("ResNet", partial(networks.resnet, 1, 1, 1, 1, image_size=64, width=8, classes=10), 256),
+    "resnet50": Case("ResNet", partial(networks.resnet, 1, 1, 0, 0, image_size=64, width=8, classes=10), 256),
     "vgg16": Case("VGG", partial(networks.vgg16, image_size=32, width=8, units=64, classes=10), 256),
-    "inception_v4": Case("Inception", partial(networks.inception_v4, image_size=75, width=4, blocks=(1, 1, 1)), 64),
-    "densenet": Case("DenseNet", partial(networks.densenet, blocks=(2, 3), growth=8, image_size=32, width=16), 256),
-    "unet": Case("U-Net", partial(networks.unet, image_size=64, width=8, depth=2), 64),
+    "inception_v4": Case("Inception", partial(networks.inception_v4, image_size=75, width=4, blocks=(0, 0, 0)), 64),
+    "densenet": Case("DenseNet", partial(networks.densenet, blocks=(1, 2), growth=8, image_size=32, width=16), 256),
+    "unet": Case("U-Net", partial(networks.unet, image_size=64, width=8, depth=1), 64),
     "bert": Case("BERT", partial(networks.bert, length=32, vocabulary=99, width=64, depth=2, heads=4, mlp=256), 256),
 }
 """The six networks, small enough to be planned in a moment; their batches keep bytes dear and launches cheap."""
-SHARES = (0.8, 0.5, 0.25)
+MICRO = {"unet": Case("U-Net", partial(networks.unet, image_size=64, width=8, depth=0), 64)}
+"""For what no plan depends on."""
+SHARES = (0.5, 0.25)
 
 
 @cache
@@ -57,3 +59,52 @@ def test_auto_is_never_slower_with_the_bytes_of_another_policy(name):
         if auto.planned_seconds > other.planned_seconds + 1e-9:
             worse.append(f"{where}; auto: {auto.planned_peak_bytes:,} bytes, {auto.planned_seconds} s")
     assert not worse, "\n".join(worse)
+
+
+@pytest.fixture(scope="module")
+def report():
+    return collect(MICRO, compiled=True, console=Console(quiet=True), shares=(1.0, 0.9, 0.01, 0.005))
+
+
+def test_each_policy_has_its_rows(report):
+    rows = {(row["policy"], row["budget_share"]): row for row in report["rows"]}
+    assert len(rows) == len(report["rows"]) == 1 + 2 * 4 + 5  # recompute; two at each share; auto at each, and as recompute
+    plain = report["networks"]["unet"]["plain_peak_bytes"]
+    assert (rows["auto", 1.0]["planned_slowdown"], rows["auto", 1.0]["planned_peak_bytes"]) == (1.0, plain)
+    assert rows["auto", 0.9]["planned_slowdown"] > 1
+    assert rows["auto", 0.9]["planned_peak_bytes"] <= rows["auto", 0.9]["budget_bytes"] < plain
+    for share in (0.01, 0.005):
+        assert rows["auto", share]["planned_peak_bytes"] is rows["auto", share]["planned_slowdown"] is None
+    assert rows["auto", 0.01]["planning_seconds"] > 0
+    assert rows["auto", 0.005]["planning_seconds"] is None, "what is smaller than too small is not tried"
+    assert rows["auto", None]["budget_bytes"] == rows["recompute", None]["planned_peak_bytes"]
+    tight, loose = rows["superneurons", 0.005], rows["superneurons", 1.0]
+    assert tight["offloaded_bytes"] > loose["offloaded_bytes"] == 0
+
+
+def test_reserved_bytes_are_weights_and_momentum():
+    model = TINY["resnet50"].build()
+    trainable, every = (
+        sum(4 * one.value.numpy().size for one in weights) for weights in (model.trainable_weights, model.weights)
+    )
+    assert tiny("resnet50").reserved_bytes == every + trainable > 2 * trainable
+
+
+def test_the_command_writes_both_files(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(frontier, "CASES", MICRO)
+    monkeypatch.setattr(frontier.collect, "__kwdefaults__", {"shares": (0.9, 0.5)})
+    assert command_line.main(["frontier", "--out", str(tmp_path / "new"), "--networks", "unet", "--no-compiled"]) == 0
+    written = json.loads((tmp_path / "new/frontier.json").read_text())
+    assert written["compiled"] is False
+    assert written["cost_model"]["launch_seconds"] == 2e-6
+    assert {"network", "policy", "budget_share", "planned_peak_bytes", "planned_slowdown", "planning_seconds"} <= set(
+        written["rows"][0]
+    )
+    assert Image.open(tmp_path / "new/frontier.png").width >= 500
+    assert "unet" in capsys.readouterr().out
+
+
+def test_an_unknown_network_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["frontier", "--networks", "lenet"])
+    assert "Received: 'lenet'" in capsys.readouterr().err

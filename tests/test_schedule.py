@@ -17,12 +17,12 @@ from keras_sn.steps import tensor_bytes
 from keras_sn.superneurons import superneurons_regions
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_planned_schedule_is_legal(seed):
     graph = random_graph(seed) if seed % 2 else random_layers(seed, 14, is_chain=False)
     plain = make_plan(graph, "none", batch_size=1, reserved_bytes=0, cost_model=MODEL).plain_peak_bytes
     for policy in ("auto", "recompute", "offload", "superneurons"):
-        for share in (1.0, 0.7, 0.4):
+        for share in (0.7, 0.4):
             arguments = {"batch_size": 1, "reserved_bytes": 0, "cost_model": MODEL, "compiled": seed % 3 == 0}
             try:
                 plan = make_plan(graph, policy, budget_bytes=int(share * plain), **arguments)

@@ -194,9 +194,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for axes in panels[len(names) :]:
         axes.set_visible(False)
     for axes in panels[:: min(3, len(names))]:
-        axes.set_ylabel("planned slow-down (%)")
+        axes.set_ylabel("planned slow-down, % (lower is better)", fontsize=12)
     for axes in panels[max(0, len(names) - 3) : len(names)]:
-        axes.set_xlabel("planned peak memory / plain Keras'")
+        axes.set_xlabel("planned peak memory / plain Keras' (lower is better)", fontsize=12)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=12, frameon=False)
     figure.suptitle(_title(report), fontsize=15)
@@ -222,7 +222,7 @@ def _draw(axes: Any, network: dict[str, Any], rows: Sequence[Row]) -> None:
     axes.set_yscale("symlog", linthresh=LINEAR_PERCENT)
     axes.set_yticks(TICKS, [f"{tick:,}" for tick in TICKS], minor=False)
     axes.set_yticks([], minor=True)
-    axes.set(xlim=(0, 1.05), ylim=(-0.5, 2 * TICKS[-1]))
+    axes.set(xlim=(0, 1.1), ylim=(-0.5, 2 * TICKS[-1]))
     axes.grid(color="0.9")
     peak = f"{network['plain_peak_bytes'] / 2**30:.1f} GiB, {1000 * network['plain_seconds']:.0f} ms"
     axes.set_title(f"{network['title']}, batch {network['batch_size']} (plain: {peak})", fontsize=12)
@@ -238,23 +238,24 @@ def _points(network: dict[str, Any], rows: Sequence[Row]) -> list[tuple[float, f
 def _title(report: dict[str, Any]) -> str:
     model = report["cost_model"]
     compiled = "compiled by XLA" if report["compiled"] else "not compiled"
+    waits = "computes on" if model["copies_overlap"] else "waits"
     constants = (
         f"{model['flops_per_second'] / 1e12:.0f} TFLOP/s (convolutions {model['convolution_flops_per_second'] / 1e12:.0f}), "
         f"memory {model['bytes_per_second'] / 1e12:.1f} TB/s, link {model['link_bytes_per_second'] / 1e9:.0f} GB/s, "
-        f"launch {model['launch_seconds'] * 1e6:.0f} µs, computes {'while' if model['copies_overlap'] else 'or'} it copies"
+        f"launch {model['launch_seconds'] * 1e6:.0f} µs, {waits} while it copies"
     )
-    return f"Memory against time, as planned (nothing measured), {compiled}\n{constants}"
+    return f"Memory against time of a training step, as planned (nothing measured), {compiled}\n{constants}"
 
 
 def _table(report: dict[str, Any]) -> Table:
-    table = Table(title="Planned seconds of a step over plain Keras', by budget for activations")
-    table.add_column("network")
-    shares = sorted({row["budget_share"] for row in report["rows"] if row["budget_share"] is not None}, reverse=True)
-    for share in shares:
-        table.add_column(f"{share:.0%}", justify="right")
-    for name in report["networks"]:
-        rows = {r["budget_share"]: r["planned_slowdown"] for r in report["rows"] if (r["network"], r["policy"]) == (name, "auto")}
-        table.add_row(name, *(f"{rows[share]:.2f}" if rows.get(share) else "-" for share in shares))
+    table = Table(title="Planned slow-down of 'auto', by budget for activations")
+    for column in ("budget", *report["networks"]):
+        table.add_column(column, justify="right", no_wrap=True)
+    auto = [row for row in report["rows"] if row["policy"] == "auto" and row["budget_share"] is not None]
+    slowdowns = {(row["network"], row["budget_share"]): row["planned_slowdown"] for row in auto}
+    for share in sorted({row["budget_share"] for row in auto}, reverse=True):
+        cells = (slowdowns.get((name, share)) for name in report["networks"])
+        table.add_row(f"{100 * share:g} %", *("-" if one is None else f"{one:.2f}" for one in cells))
     return table
 
 

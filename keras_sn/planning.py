@@ -1,0 +1,122 @@
+"""The plans that a model has made, by what they depend on, and the one in force."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_sn import device, keras_internals
+from keras_sn.graph import DTYPE_BYTES, LayerGraph
+from keras_sn.plan import Plan
+from keras_sn.planner import adopt_plan, make_plan
+from keras_sn.runtime import PlanExecutor
+from keras_sn.settings import MARGIN, Settings
+from keras_sn.trace import ModelTrace, trace
+from keras_sn.updates import GroupedUpdate
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The full shape of each input of a model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan with the trace that it was made from."""
+
+    plan: Plan
+    trace: ModelTrace
+    shapes: Shapes
+
+    def covers(self, shapes: Sequence[Sequence[int | None]]) -> bool:
+        """Whether batches of these shapes need no more memory than those that the plan was made for; None is not known."""
+        return all(
+            size is None or size <= most
+            for shape, planned in zip(shapes, self.shapes, strict=True)
+            for size, most in zip(shape, planned, strict=False)
+        )
+
+
+@dataclass
+class InForce:
+    """What a model has planned. One object, because Keras tracks the lists and variables among a model's own attributes."""
+
+    plans: dict[Any, Planned] = field(default_factory=dict)
+    """By all that a plan depends on: shapes, reserved bytes, XLA, which weights train."""
+    planned: Planned | None = None
+    executor: PlanExecutor | None = None
+    executor_key: Any = None
+    region_jit: bool | None = None
+    """Whether the regions are compiled by XLA; None before there is a train function."""
+    update: GroupedUpdate | None = None
+    waiting_updates: list[tuple[keras.Variable, Any]] | None = None
+    """State updates of the training step that is being traced or run; None outside one."""
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.planned.plan if self.planned else None
+
+    def plan_for(self, model: Any, settings: Settings, shapes: Shapes, *, compiled: bool) -> Planned:
+        """The plan for batches of these shapes; made if it is the first of its kind."""
+        reserved_bytes = _reserved_bytes(model)
+        key = (shapes, reserved_bytes, compiled, tuple(id(v) for v in model.trainable_variables))
+        if key not in self.plans:
+            traced = trace(model, shapes[0][0] if shapes and shapes[0] else 1, shapes)
+            self.plans[key] = Planned(_plan(traced.graph, settings, reserved_bytes, compiled), traced, shapes)
+        return self.plans[key]
+
+    def executor_for(self, *, jit: bool, autocast_dtype: str | None) -> PlanExecutor:
+        """The executor of the plan in force; a new one after anything changed that it depends on."""
+        assert self.planned is not None
+        key = (id(self.planned), jit, autocast_dtype)
+        if self.executor is None or key != self.executor_key:
+            self.executor = PlanExecutor(self.planned.trace, self.planned.plan, jit=jit, autocast_dtype=autocast_dtype)
+            self.executor_key = key
+        return self.executor
+
+
+def _plan(graph: LayerGraph, settings: Settings, reserved_bytes: int, compiled: bool) -> Plan:
+    batch_size = next((graph.tensors[name].shape[0] for name in graph.inputs if graph.tensors[name].shape), 1)
+    common = {"batch_size": batch_size, "reserved_bytes": reserved_bytes, "compiled": compiled}
+    if settings.plan is not None:
+        return adopt_plan(graph, settings.plan, budget_bytes=settings.budget_bytes(), cost_model=device.cost_model(), **common)
+    return make_plan(
+        graph,
+        settings.policy,
+        budget_bytes=settings.budget_bytes(),
+        margin=MARGIN,
+        host_budget_bytes=settings.host_budget_bytes(),
+        cost_model=device.cost_model(),
+        **common,
+    )
+
+
+def _reserved_bytes(model: Any) -> int:
+    """Weights, state and all that the optimizer keeps (slots, averages, accumulated gradients, loss scale), in bytes."""
+    optimizer = model.optimizer.variables if model.compiled and model.optimizer is not None else []
+    variables = {id(variable): variable for variable in [*model.variables, *optimizer]}
+    return sum(prod(v.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(v.dtype)] for v in variables.values())
+
+
+def input_shapes(model: Any, batch_size: int, inputs: Any = None) -> Shapes:
+    """The full shapes of a model's inputs.
+
+    Args:
+        model: The model.
+        batch_size: Samples in a batch.
+        inputs: The inputs of a batch, for axes that the model leaves open.
+    """
+    symbolic = keras_internals.functional_part(model).inputs
+    shapes = [tuple(tensor.shape) for tensor in symbolic]
+    if inputs is not None and any(None in shape[1:] for shape in shapes):
+        given = keras_internals.standardize_inputs(model, keras.tree.map_structure(_cheap, inputs))
+        shapes = [shape if x is None else tuple(x.shape) for shape, x in zip(shapes, given, strict=True)]
+    return tuple((batch_size, *shape[1:]) if shape else shape for shape in shapes)
+
+
+def _cheap(leaf: Any) -> Any:
+    """An array in the place of a specification; it takes no memory."""
+    if leaf is None or not hasattr(leaf, "dtype") or hasattr(leaf, "__array__"):
+        return leaf
+    return np.broadcast_to(np.zeros((), keras.backend.standardize_dtype(leaf.dtype)), tuple(leaf.shape))
