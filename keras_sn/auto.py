@@ -19,6 +19,8 @@ ROUNDS = 6
 CLOSE = 0.01
 """A peak that is less than this share below the room uses it well enough."""
 ALTERNATIVES = 3
+LARGE_GRAPH = 2_000
+"""Layer calls; beyond them predicting a plan takes long enough to try fewer."""
 IMPROVED_GRAPH = 24
 """Layer calls; in a larger graph a local change makes too little difference for the time it takes."""
 TINY_GRAPH = 8
@@ -37,28 +39,31 @@ class Auto:
         costs: The graph on its device.
         host_bytes: What the host may hold; None for no limit, 0 for plans that recompute only.
         named: Plans of other policies, none of which a plan found here may be worse than.
+        shared: A search of the same graph whose spans are used again.
     """
 
     costs: StepCosts
     host_bytes: int | None = None
     named: Sequence[Sequence[Region]] = ()
+    shared: RegionSearch | None = None
 
     @property
     def graph(self) -> LayerGraph:
         return self.costs.graph
 
-    @cached_property
-    def spans(self) -> SpanCosts:
-        return SpanCosts(self.costs)
+    @property
+    def is_large(self) -> bool:
+        return len(self.graph.layers) > LARGE_GRAPH
 
     @cached_property
     def search(self) -> RegionSearch:
-        return RegionSearch(self.spans, may_offload=self.host_bytes != 0)
+        spans = self.shared.spans if self.shared else SpanCosts(self.costs)
+        return RegionSearch(spans, may_offload=self.host_bytes != 0, shared=self.shared)
 
     @cached_property
     def on_device(self) -> "Auto":
         """The search for plans that send nothing to the host; asked too, so that none of its plans is missed."""
-        return Auto(self.costs, host_bytes=0)
+        return Auto(self.costs, host_bytes=0, shared=self.search)
 
     def cheapest(self, room_bytes: int) -> Candidate | None:
         """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
@@ -91,7 +96,7 @@ class Auto:
     def _within(self, room_bytes: int) -> Iterator[Candidate]:
         """Drafts whose predicted peaks come close to the room; the search itself knows them only roughly."""
         room = float(room_bytes)
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS // (1 + self.is_large)):
             tried = [self._try_out(draft, room_bytes) for draft in self._find(int(room))]
             yield from tried
             off = room_bytes - min((one.peak_bytes for one in tried), default=0.95 * room_bytes)
@@ -101,7 +106,7 @@ class Auto:
 
     def _ever_smaller(self) -> Iterator[Candidate]:
         """Drafts for ever smaller rooms, until there are none."""
-        low, high = 0, 3 * sum(self.spans.nbytes.values()) + sum(layer.weight_bytes for layer in self.graph.layers)
+        low, high = 0, 3 * sum(self.search.spans.nbytes.values()) + sum(layer.weight_bytes for layer in self.graph.layers)
         for _ in range(HALVINGS):
             middle = (low + high) // 2
             tried = [self._try_out(draft, 0) for draft in self._find(middle)]
@@ -110,12 +115,12 @@ class Auto:
 
     def _find(self, room_bytes: int) -> list[Draft]:
         """Drafts for a room; where the host is short, a byte there gets a price that keeps enough of them away."""
-        found = self.search.find(room_bytes, count=ALTERNATIVES)
+        found = self.search.find(room_bytes, count=1 if self.is_large else ALTERNATIVES)
         if self.host_bytes is None or not found or self._host_bytes(found[0]) <= self.host_bytes:
             return found
-        price = self.costs.plain_seconds / (1 + sum(self.spans.nbytes.values()))
+        price = self.costs.plain_seconds / (1 + sum(self.search.spans.nbytes.values()))
         for _ in range(HALVINGS):
-            found = self.search.find(room_bytes, seconds_per_host_byte=price, count=ALTERNATIVES)
+            found = self.search.find(room_bytes, seconds_per_host_byte=price, count=1 if self.is_large else ALTERNATIVES)
             if self._host_bytes(found[0]) <= self.host_bytes:
                 break
             price *= 4

@@ -16,6 +16,9 @@ from keras_sn.schedule import check_regions
 from keras_sn.sizes import format_bytes
 from keras_sn.superneurons import superneurons_regions
 
+NAMED_GRAPH = 10_000
+"""Layer calls; in a larger graph `"auto"` does not look at the plans of other policies, which take longer than its own."""
+
 
 def make_plan(
     graph: LayerGraph,
@@ -178,10 +181,12 @@ def _least_memory(costs: StepCosts) -> Candidate:
 def _cheapest(costs: StepCosts, plain: Candidate, room_bytes: int, limits: _Limits) -> Candidate | None:
     if plain.peak_bytes <= room_bytes:
         return None
-    named = [
-        regions_of_policy(costs.graph, "offload", compiled=costs.compiled),
-        superneurons_regions(costs.graph, room_bytes),
-    ]
+    named = []
+    if len(costs.graph.layers) <= NAMED_GRAPH:
+        named = [
+            regions_of_policy(costs.graph, "offload", compiled=costs.compiled),
+            superneurons_regions(costs.graph, room_bytes),
+        ]
     auto = Auto(costs, limits.host_bytes, named)
     if found := auto.cheapest(room_bytes):
         return found

@@ -20,6 +20,9 @@ STAY, INPUTS_LEAVE, ALL_LEAVE = range(3)
 """What a region sends to the host."""
 
 MAX_BOUNDARIES = 200
+LOOKED_AT = 400_000
+"""Layer calls that all spans together may be grown by; it bounds the longest span."""
+MIN_LENGTH = 8
 MAX_LABELS = 32
 """Labels at a cut, for each of: the last region sends nothing to the host, or something."""
 
@@ -47,10 +50,11 @@ def boundaries(graph: LayerGraph, crossing: Sequence[int], limit: int = MAX_BOUN
     return [*found, last]
 
 
-def lengths(count: int) -> list[int]:
+def lengths(count: int, layer_calls: int) -> list[int]:
     """How many stretches between boundaries a region may have: every number up to 16, then growing by a quarter."""
-    found = list(range(1, min(count, 16) + 1))
-    while found[-1] < min(count, 96):
+    most = max(MIN_LENGTH, min(96, LOOKED_AT // layer_calls))
+    found = list(range(1, min(count, 16, most) + 1))
+    while found[-1] < min(count, most):
         found.append(min(count, found[-1] + found[-1] // 4))
     return sorted({*found, count} if count <= 64 else set(found))
 
@@ -61,6 +65,8 @@ class RegionSearch:
 
     spans: SpanCosts
     may_offload: bool = True
+    shared: "RegionSearch | None" = None
+    """Another search of the same spans, which need not be grown twice."""
 
     @cached_property
     def ends(self) -> list[int]:
@@ -69,9 +75,11 @@ class RegionSearch:
     @cached_property
     def candidates(self) -> list[list[tuple[int, Span]]]:
         """By boundary: the spans that end there, each with the index of the boundary before it (-1: none)."""
-        found = []
+        if self.shared is not None:
+            return self.shared.candidates
+        found, possible = [], lengths(len(self.ends), len(self.spans.graph.layers))
         for index, end in enumerate(self.ends):
-            before = [index - length for length in lengths(len(self.ends)) if length <= index + 1]
+            before = [index - length for length in possible if length <= index + 1]
             starts = [self.ends[one] + 1 if one >= 0 else 0 for one in before]
             found.append(list(zip(before, self.spans.ending_at(end, starts), strict=True)))
         return found

@@ -23,7 +23,7 @@ TINY = {
 """The six networks, small enough to be planned in a moment; their batches keep bytes dear and launches cheap."""
 MICRO = {"unet": Case("U-Net", partial(networks.unet, image_size=64, width=8, depth=0), 64)}
 """For what no plan depends on."""
-SHARES = (0.5, 0.25)
+SHARES = (0.4,)
 
 
 @cache

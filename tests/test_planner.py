@@ -2,15 +2,18 @@ import keras
 import pytest
 from keras import layers as L
 
+from keras_sn.cost import ON_CPU, StepCosts
 from keras_sn.errors import BudgetError, PlanError
-from keras_sn.graph import LayerGraph
+from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
 from keras_sn.plan import DEVICE, HOST, Plan
 from keras_sn.planner import make_plan
 from keras_sn.predict import predict
+from keras_sn.superneurons import superneurons_regions
+from keras_sn.timing import time_regions
 from keras_sn.trace import trace
 
 
-def _chain(blocks=24, width=256, batch_size=32):
+def _chain(blocks=24, width=64, batch_size=2048):
     inputs = x = keras.Input((width,))
     for i in range(blocks):
         x = L.ReLU(name=f"block_{i}_relu")(L.BatchNormalization(name=f"block_{i}_bn")(L.Dense(width, name=f"block_{i}_dense")(x)))
@@ -23,7 +26,7 @@ def graph():
 
 
 def _plan(graph, policy, **arguments):
-    return make_plan(graph, policy, **{"batch_size": 32, "reserved_bytes": 1000} | arguments)
+    return make_plan(graph, policy, **{"batch_size": 2048, "reserved_bytes": 1000} | arguments)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "offload", "superneurons", {"block_1*": "recompute", "head": "offload"}])
@@ -37,30 +40,44 @@ def test_every_layer_call_is_in_one_region_and_saved_tensors_are_its_own(graph, 
         assert len({one.tensor for one in region.saved}) == len(region.saved)
 
 
-def test_recompute_needs_far_less_memory_and_a_third_more_arithmetic(graph):
+def test_recompute_needs_far_less_memory_and_not_much_more_time(graph):
     plan = _plan(graph, "recompute")
     assert plan.planned_peak_bytes < 0.55 * plan.plain_peak_bytes
-    assert 1.2 < plan.slowdown < 1.34
+    assert 1.05 < plan.slowdown < 1.6
     assert plan.offloaded_bytes == 0
 
 
-def test_offload_recomputes_no_costly_layer(graph):
+def test_offload_recomputes_nothing(graph):
     plan = _plan(graph, "offload")
-    assert plan.slowdown < 1.01
+    assert all(region.recompute_seconds == 0 for region in plan.regions)
     assert plan.offloaded_bytes > 0.5 * plan.plain_peak_bytes
     assert plan.planned_peak_bytes < 0.5 * plan.plain_peak_bytes
 
 
-def test_superneurons_cuts_after_costly_layers_and_offloads_their_outputs(graph):
-    plan = _plan(graph, "superneurons")
+def test_superneurons_sends_checkpoints_away_only_when_memory_is_short(graph):
     costly = {layer.name for layer in graph.layers if layer.is_costly}
-    assert {region.layers[-1] for region in plan.regions} == costly
-    away = {one.tensor for region in plan.regions for one in region.saved if one.tier == HOST}
-    assert away == costly - {"head"}
-    assert all(one.prefetch_at is not None for region in plan.regions for one in region.saved if one.tier == HOST)
+    roomy = _plan(graph, "superneurons", budget_bytes=10 * _plan(graph, "none").plain_peak_bytes)
+    assert costly <= {region.layers[-1] for region in roomy.regions}  # and each layer call of a memory-centric segment
+    assert roomy.offloaded_bytes == 0
+    tight = _plan(graph, "superneurons", budget_bytes=roomy.planned_peak_bytes // 2)
+    away = {one.tensor for region in tight.regions for one in region.saved if one.tier == HOST}
+    assert away <= costly
+    assert 0 < tight.planned_peak_bytes <= roomy.planned_peak_bytes // 2
+    assert all(one.prefetch_at is not None for region in tight.regions for one in region.saved if one.tier == HOST)
 
 
-def test_auto_takes_the_first_that_fits(graph):
+def test_memory_centric_segments_are_recomputed_from_their_checkpoint_for_each_layer_call(graph):
+    speed, memory = (superneurons_regions(graph, strategy=strategy) for strategy in ("speed-centric", "memory-centric"))
+    assert len(memory) > len(speed)
+    again = [one for region in memory for one in region.saved if one.tier == "recompute"]
+    assert len(again) == 2 * 24  # BatchNormalization and ReLU outputs
+    assert not any(one.tier == "recompute" for region in speed for one in region.saved)
+    assert predict(graph, memory).peak_bytes <= 1.05 * predict(graph, speed).peak_bytes
+    costs = StepCosts(graph, ON_CPU, False)
+    assert time_regions(costs, memory).seconds > time_regions(costs, speed).seconds
+
+
+def test_auto_takes_plain_keras_if_it_fits_and_offloads_only_if_it_must(graph):
     plain = _plan(graph, "none").plain_peak_bytes
     recompute = _plan(graph, "recompute").planned_peak_bytes
     assert _plan(graph, "auto").is_plain
@@ -68,20 +85,59 @@ def test_auto_takes_the_first_that_fits(graph):
     middle = _plan(graph, "auto", budget_bytes=plain - 1)
     assert not middle.is_plain
     assert middle.offloaded_bytes == 0
-    tight = _plan(graph, "auto", budget_bytes=recompute - 1)
+    tight = _plan(graph, "auto", budget_bytes=int(0.9 * recompute))
     assert tight.offloaded_bytes > 0
-    assert tight.planned_peak_bytes < recompute
-    # As tight as any policy can be.
-    for policy in ("offload", "superneurons"):
-        peak = _plan(graph, policy).planned_peak_bytes
-        assert _plan(graph, "auto", budget_bytes=peak).planned_peak_bytes <= peak
+    assert tight.planned_peak_bytes <= 0.9 * recompute
+
+
+def test_auto_is_never_worse_than_another_policy_at_equal_bytes(graph):
+    for policy in ("recompute", "offload", "superneurons"):
+        for compiled in (False, True):
+            budget = {} if policy != "superneurons" else {"budget_bytes": _plan(graph, "none").plain_peak_bytes // 2}
+            other = _plan(graph, policy, compiled=compiled, **budget)
+            auto = _plan(graph, "auto", compiled=compiled, budget_bytes=other.planned_peak_bytes)
+            assert auto.planned_peak_bytes <= other.planned_peak_bytes
+            assert auto.planned_seconds <= other.planned_seconds + 1e-9
 
 
 def test_the_margin_stays_free(graph):
     plain = _plan(graph, "none").plain_peak_bytes
-    plan = _plan(graph, "auto", budget_bytes=plain, margin_bytes=plain // 20)
+    plan = _plan(graph, "auto", budget_bytes=plain, margin=0.05)
     assert not plan.is_plain
-    assert plan.planned_peak_bytes <= plain - plain // 20
+    assert plan.planned_peak_bytes <= 0.95 * plain
+
+
+def test_zero_negative_and_huge_budgets():
+    graph = _chain(2)
+    for budget in (0, -1):
+        with pytest.raises(BudgetError, match=f"Received: memory_budget={budget}"):
+            _plan(graph, "auto", budget_bytes=budget)
+    assert _plan(graph, "auto", budget_bytes=10**30).is_plain
+
+
+def test_zero_size_tensors():
+    inputs = keras.Input((4, 0, 3))
+    x = L.Dense(5, name="a")(inputs)
+    graph = trace(keras.Model(inputs, L.ReLU(name="b")(x)), 2).graph
+    for policy in ("auto", "recompute", "offload", "superneurons"):
+        assert _plan(graph, policy, budget_bytes=5000).planned_peak_bytes <= 5000
+
+
+@pytest.mark.parametrize("count", [12_000, pytest.param(100_000, marks=pytest.mark.full)])
+def test_very_many_layer_calls(count):
+    tensors, before, layers = {"x": TensorSpec("x", (8, 100), "float32", "input")}, "x", []
+    for index in range(count):
+        name, costly = f"t{index}", index % 3 == 0
+        tensors[name] = TensorSpec(name, (8, 100), "float32")
+        layers.append(
+            LayerCall(f"l{index}", "any", (before,), (name,), (before, name), 2000, is_costly=costly, is_fusible=not costly)
+        )
+        before = name
+    graph = LayerGraph(tuple(layers), tensors, ("x",), (before,))
+    plain = _plan(graph, "none").plain_peak_bytes
+    plan = _plan(graph, "auto", budget_bytes=plain // 4, compiled=True)
+    assert plan.planned_peak_bytes <= plain // 4
+    assert sum(len(region.layers) for region in plan.regions) == count
 
 
 def test_a_budget_that_nothing_fits_names_the_layer_and_the_bytes(graph):
@@ -135,13 +191,13 @@ def test_graphs_of_no_and_one_layer():
 
 
 def test_the_prediction_of_a_hand_made_chain():
-    """Three layers of 100 bytes each, all in one region: forward holds two, backward all that is read and a gradient pair."""
+    """Three layers of 100 bytes each and the batch, in one region: all three outputs are read, and one gradient at a time."""
     inputs = x = keras.Input((25,))
     for name in "abc":
         x = L.ReLU(name=name)(x)
     graph = trace(keras.Model(inputs, x), 1).graph
     region = _plan(graph, {"*": "recompute"}).regions[0]
-    assert predict(graph, [region.__class__(("a", "b", "c"), region.saved)]).peak_bytes == 3 * 100 + 2 * 100
+    assert predict(graph, [region.__class__(("a", "b", "c"), region.saved)]).peak_bytes == 100 + 3 * 100 + 100
 
 
 def test_plans_survive_json(graph):
@@ -156,4 +212,4 @@ def test_plans_survive_json(graph):
 def test_a_plan_prints_as_a_table(graph):
     text = str(_plan(graph, "superneurons"))
     assert "block_3_dense" in text
-    assert "regions recomputed" in text
+    assert "planned peak" in text

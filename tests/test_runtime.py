@@ -1,5 +1,7 @@
 """What TensorFlow really runs: what is recomputed, what is copied, what is traced."""
 
+from dataclasses import replace
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ from tensorflow.python.eager import context
 
 import keras_sn
 from keras_sn import pool
+from keras_sn.planner import make_plan
 from keras_sn.pool import Tier
+from keras_sn.superneurons import superneurons_regions
+from keras_sn.trace import trace
 
 
 def _blocks(count=4, width=512, **arguments):
@@ -208,3 +213,57 @@ def test_nothing_saved_outlives_an_eager_step():
     del y, loss, tape
     gc.collect()
     assert watched() is None
+
+
+def _normalized(count=3, width=16):
+    inputs = x = keras.Input((width,))
+    for i in range(count):
+        x = L.Dense(width, name=f"dense_{i}")(x)
+        x = L.BatchNormalization(name=f"bn_{i}")(x)
+        x = L.Dropout(0.3, name=f"drop_{i}")(L.Activation("tanh", name=f"tanh_{i}")(x))
+    return keras.Model(inputs, L.Dense(2, name="head")(x))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("strategy", ["speed-centric", "memory-centric"])
+def test_the_papers_strategies_train_like_plain_keras(strategy, jit_compile):
+    """Memory-centric: a tensor that waits nowhere is made again by the region that made it, through its region's inputs."""
+    weights = []
+    for planned in (False, True):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        model = _normalized()
+        if planned:
+            made = make_plan(trace(model, 8).graph, "superneurons", batch_size=8, reserved_bytes=0)
+            regions = tuple(superneurons_regions(trace(model, 8).graph, strategy=strategy))
+            has_replays = any(one.tier == "recompute" for region in regions for one in region.saved)
+            assert has_replays == (strategy == "memory-centric")
+            model = keras_sn.SNModel.from_model(model, plan=replace(made, regions=regions))
+        model.compile("sgd", "mse", jit_compile=jit_compile)
+        x = np.random.default_rng(0).normal(size=(24, 16)).astype("float32")
+        model.fit(x, np.ones((24, 2), "float32"), batch_size=8, shuffle=False, verbose=0)
+        weights.append([np.asarray(v) for v in model.variables])
+    for plain, ours in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_replays_survive_the_graph_optimizer():
+    """TensorFlow neither merges a replayed forward function with the first run nor drops it."""
+    model = _normalized()
+    graph = trace(model, 8).graph
+    regions = superneurons_regions(graph, strategy="memory-centric")
+    made = make_plan(graph, "superneurons", batch_size=8, reserved_bytes=0)
+    model = keras_sn.SNModel.from_model(model, plan=replace(made, regions=tuple(regions)))
+    model.compile("sgd", "mse", jit_compile=False)
+    model.fit(np.ones((8, 16), "float32"), np.zeros((8, 2), "float32"), batch_size=8, verbose=0)
+    step = tf.function(model.train_step, autograph=False)
+    context.context().enable_run_metadata()
+    try:
+        step((tf.ones((8, 16)), tf.zeros((8, 2))))
+        metadata = context.context().export_run_metadata()
+    finally:
+        context.context().disable_run_metadata()
+    graphs = [graph for one in metadata.function_graphs for graph in one.partition_graphs]
+    forward = sum("forward" in node.op or "forward" in str(node.attr["f"].func.name) for graph in graphs for node in graph.node)
+    replays = sum(one.tier == "recompute" for region in regions for one in region.saved)
+    assert forward >= len(regions) + replays
