@@ -148,3 +148,19 @@ def test_clone_model_runs_the_graph_with_symbolic_inputs(model):
     seen.clear()
     keras.models.clone_model(watched)
     assert seen[0]
+
+
+def test_losses_added_inside_are_forgotten():
+    layer = keras.layers.Dense(2, activity_regularizer="l2")
+    layer.build((None, 3))
+    before = set(layer._loss_ids)
+    with keras_internals.losses_forgotten(layer):
+        layer(tf.ones((4, 3)))
+    assert layer._loss_ids == before
+
+
+def test_the_graph_of_a_called_function_is_found():
+    inner = tf.function(lambda x: tf.tanh(x), autograph=False)
+    outer = tf.function(lambda x: inner(x), autograph=False).get_concrete_function(tf.TensorSpec((2,)))
+    calls = [one for one in outer.graph.get_operations() if "PartitionedCall" in one.type]
+    assert [one.type for one in keras_internals.graph_of_function(calls[0], "f").get_operations()].count("Tanh") == 1

@@ -87,7 +87,7 @@ def check_against_all_plans(seed: int, count: int, compiled: bool, with_host: bo
         predict(described, regions_of(described, Draft((count - 1,), frozenset([count - 1])))),
     )
     host = {} if with_host else {"host_budget_bytes": 0}
-    for share in (0.0, 0.5):
+    for share in (0.5,):
         budget = int(lowest + share * (plain.peak_bytes - lowest))
         best = min(seconds for peak, seconds in plans if peak <= budget)
         try:

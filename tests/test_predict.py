@@ -1,0 +1,137 @@
+"""The planner's figures, by hand: gradients, what XLA never writes, copies in time."""
+
+import pytest
+
+from keras_sn.cost import CostModel, StepCosts
+from keras_sn.fusion import UNPLANNED_SHARE, as_compiled, fused_gradient_bytes
+from keras_sn.gradients import gradient_bytes
+from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
+from keras_sn.plan import Region, Saved
+from keras_sn.predict import predict
+from keras_sn.timing import schedule_prefetches, time_regions
+
+MIB = 2**20
+
+
+def graph_of(*layers: LayerCall, sizes: dict[str, int]) -> LayerGraph:
+    """Layer calls on tensors of so many bytes; `x` is the input, the last output the model's."""
+    tensors = {
+        name: TensorSpec(name, (size // 4,), "float32", "input" if name == "x" else "activation") for name, size in sizes.items()
+    }
+    return LayerGraph(layers, tensors, ("x",), layers[-1].outputs)
+
+
+def call(name, inputs, output, reads=(), **more):
+    return LayerCall(name, "any", tuple(inputs), (output,), tuple(reads), **more)
+
+
+def residual(**of_add):
+    """conv -> bn -> relu, added to the convolution's own input."""
+    return graph_of(
+        call("start", "x", "a", ["x"], flops=400, is_costly=True, weight_bytes=40),
+        call("conv", "a", "b", ["a"], flops=400, is_costly=True, weight_bytes=8),
+        call("bn", "b", "c", ["b"], is_fusible=True),
+        call("relu", "c", "d", ["d"], is_fusible=True, gradient_in_place=True),
+        call("add", "ad", "e", is_fusible=True, **of_add),
+        call("end", "e", "f", ["e"], flops=400, is_costly=True),
+        sizes={"x": 4, "a": 400, "b": 400, "c": 400, "d": 400, "e": 400, "f": 4},
+    )
+
+
+def test_an_addition_hands_its_gradient_on():
+    """Without sharing both inputs of the addition get gradients of their own."""
+    alone, shared = gradient_bytes(residual()), gradient_bytes(residual(gradient_in_place=True))
+    weights = [48, 8, 0, 0, 0, 0]  # of the backward steps that have come before, the last layer call first
+    # From the right. end: f, e. add: e, and a, d where not shared. relu: c in place of d, a. bn: c, b, a. conv: b, and a grows.
+    assert [one - w for one, w in zip(alone, weights, strict=True)] == [400, 800, 1200, 800, 1200, 404]
+    assert [one - w for one, w in zip(shared, weights, strict=True)] == [400, 800, 800, 400, 400, 404]
+
+
+def test_xla_writes_no_tensor_between_fusible_layer_calls():
+    graph = as_compiled(residual(gradient_in_place=True))
+    assert graph.virtual == {"c", "d"}  # e is read by a costly layer call
+    assert not residual().virtual
+    # The output of the activation is read again when the gradient below the normalization is written.
+    assert fused_gradient_bytes(graph) == [0, 0, 400, 0, 0, 0]
+    assert fused_gradient_bytes(residual()) == [0] * 6
+
+
+def test_what_a_region_holds_in_its_backward_pass():
+    graph = residual(gradient_in_place=True)
+    names = [layer.name for layer in graph.layers]
+    whole = Region(tuple(names), (Saved("x"),))
+    # At `end`: a, b, d and e made again, gradients of e and f.
+    assert predict(graph, [whole]).peak_bytes == 4 + 4 * 400 + 404
+    compiled = predict(as_compiled(graph), [whole])
+    # At `bn`: a and b; gradients of a, b and c, and d, which is not written when it is made but read until then.
+    assert compiled.peak_bytes == 4 + int((1 + UNPLANNED_SHARE) * (2 * 400 + 800 + 400))
+    assert compiled.peak_layer == "end"
+
+
+def chain_of_eight(size):
+    names = ["x", *(f"t{i}" for i in range(8))]
+    layers = [call(f"l{i}", [names[i]], names[i + 1], [names[i]], flops=100) for i in range(8)]
+    return graph_of(*layers, sizes=dict.fromkeys(names, size) | {"x": 4})
+
+
+def test_a_tensor_in_a_tier_is_there_only_around_its_copies():
+    layers = [
+        call(f"l{i}", ["x" if i == 0 else f"t{i - 1}"], f"t{i}", ["x" if i == 0 else f"t{i - 1}"], flops=100) for i in range(8)
+    ]
+    graph = graph_of(*layers, sizes={"x": 4} | {f"t{i}": 4 * MIB for i in range(8)})
+    kept = [Region((layer.name,), (Saved(layer.inputs[0]),)) for layer in layers]
+    away = [Region(r.layers, (Saved(r.saved[0].tensor, "host", i + 1),)) if 0 < i < 7 else r for i, r in enumerate(kept)]
+    assert predict(graph, away).peak_bytes < 0.6 * predict(graph, kept).peak_bytes
+    assert predict(graph, away).offloaded_bytes == 6 * 4 * MIB
+    assert predict(graph, away, copy_window=8).peak_bytes > predict(graph, away, copy_window=2).peak_bytes
+
+
+@pytest.fixture
+def costs():
+    """Eight layer calls of one second forward and one backward; a copy of a tensor takes half a second."""
+    layers = [
+        call(f"l{i}", ["x" if i == 0 else f"t{i - 1}"], f"t{i}", ["x" if i == 0 else f"t{i - 1}"], flops=100) for i in range(8)
+    ]
+    graph = graph_of(*layers, sizes={"x": 4} | {f"t{i}": 400 for i in range(8)})
+
+    def make(link=800.0, copies_overlap=True):
+        return StepCosts(graph, CostModel(100, 1e9, link, 0.0, copies_overlap=copies_overlap), compiled=False)
+
+    return make
+
+
+def each_away(costs, distance):
+    layers = costs.graph.layers
+    return [
+        Region((layer.name,), (Saved(layer.inputs[0], *(("host", min(i + distance, 7)) if i else ())),))
+        for i, layer in enumerate(layers)
+    ]
+
+
+def test_copies_hide_behind_compute_if_the_link_is_fast_enough(costs):
+    assert time_regions(costs(), each_away(costs(), 1)).seconds == pytest.approx(
+        16 + 0.5
+    )  # the last region has nothing before it
+    blocked = time_regions(costs(copies_overlap=False), each_away(costs(), 1))
+    assert blocked.seconds == pytest.approx(16 + 2 * 7 * 0.5)
+    assert blocked.stall_seconds == pytest.approx(7)
+    slow = time_regions(costs(link=200), each_away(costs(), 1))
+    assert slow.seconds > 16 + 2 * 7 - 3  # two seconds a copy, one of compute to hide it
+
+
+def test_prefetches_start_as_late_as_they_can(costs):
+    regions = schedule_prefetches(costs(link=200), each_away(costs(), 1))
+    starts = [one.prefetch_at for region in regions for one in region.saved if one.tier == "host"]
+    assert all(start >= index for index, start in enumerate(starts, 1))
+    assert max(start - index for index, start in enumerate(starts, 1)) > 1  # a slow link is asked earlier
+    fast = schedule_prefetches(costs(link=8e5), each_away(costs(), 1))
+    assert [one.prefetch_at for region in fast for one in region.saved if one.tier == "host"] == [2, 3, 4, 5, 6, 7, 7]
+
+
+def test_a_replay_costs_its_whole_chain(costs):
+    """Each region recomputes its input from the first: 0 + 1 + 2 … forward passes."""
+    layers = costs().graph.layers
+    regions = [Region((layer.name,), (Saved(layer.inputs[0], "recompute" if i else "device"),)) for i, layer in enumerate(layers)]
+    timing = time_regions(costs(), regions)
+    assert timing.recompute_seconds == tuple(range(8))
+    assert timing.seconds == pytest.approx(16 + sum(range(8)))
