@@ -10,7 +10,7 @@ from keras_sn.drafts import Draft, may_leave
 from keras_sn.graph import LayerGraph
 
 MAX_TRIALS = 180
-MAX_LOOKED_AT = 1_000
+MAX_LOOKED_AT = 600
 """Layer calls that all trials together may look at."""
 
 

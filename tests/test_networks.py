@@ -72,14 +72,14 @@ def test_a_network_takes_a_model_class_and_can_be_saved(name):
     ("name", "parameters", "on_paper"),
     [
         ("alexnet", 62_378_344, "AlexNet"),
-        ("vgg16", 138_357_544, "VGG16"),
-        ("inception_v4", 42_742_984, "InceptionV4"),
+        pytest.param("vgg16", 138_357_544, "VGG16", marks=pytest.mark.full),
+        pytest.param("inception_v4", 42_742_984, "InceptionV4", marks=pytest.mark.full),
         ("resnet50", 25_610_152, "ResNet50"),
         ("densenet", 8_062_504, None),
-        ("vit", 86_567_656, None),
+        pytest.param("vit", 86_567_656, None, marks=pytest.mark.full),
         # BERT-base has 109,482,240 without a classifier; ours lacks 2 x 768 for segments and has 768 x 2 + 2 for classes.
-        ("bert", 109_482_242, None),
-        ("unet", 31_049_474, None),
+        pytest.param("bert", 109_482_242, None, marks=pytest.mark.full),
+        pytest.param("unet", 31_049_474, None, marks=pytest.mark.full),
     ],
 )
 def test_a_network_has_its_published_weights(name, parameters, on_paper):
