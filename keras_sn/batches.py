@@ -7,20 +7,26 @@ import keras
 import tensorflow as tf
 
 
-def first_batch(x: Any, batch_size: int | None) -> tuple[Any, Any]:
+def first_batch(x: Any, batch_size: int | None, *, needs_shapes: bool) -> tuple[Any, Any]:
     """Finds the inputs of the first batch that `fit(x, batch_size=...)` will see.
 
     Args:
         x: What `fit` takes: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset`, a generator, a torch `DataLoader`.
         batch_size: The argument of `fit`.
+        needs_shapes: Whether the full shapes matter, and not the batch size alone. Nothing is read of a data set that says what
+            matters: reading loads a batch, and may draw from the generator that shuffles.
 
     Returns:
         What to train on (`x` itself, or, of an iterator whose first batch had to be taken, one that starts with that batch), and
-        the inputs of the first batch, or specifications that have their shapes.
+        the inputs of the first batch, or specifications in their place.
     """
     if isinstance(x, tf.data.Dataset):
-        shapes = [spec.shape for spec in tf.nest.flatten(x.element_spec)]
-        return x, inputs_of_batch(x.element_spec if all(s.is_fully_defined() for s in shapes) else next(iter(x)))
+        specs = tf.nest.flatten(x.element_spec)
+        if needs_shapes:
+            is_known = all(spec.shape.is_fully_defined() for spec in specs)
+        else:
+            is_known = bool(specs[0].shape.rank) and specs[0].shape[0] is not None
+        return x, inputs_of_batch(x.element_spec if is_known else next(iter(x)))
     if isinstance(x, tf.distribute.DistributedDataset):
         return x, inputs_of_batch(next(iter(x)))
     if isinstance(x, keras.utils.PyDataset):
@@ -29,8 +35,10 @@ def first_batch(x: Any, batch_size: int | None) -> tuple[Any, Any]:
         first = next(x)
         return _resumed(first, x), inputs_of_batch(first)
     if type(x).__module__.startswith("torch.utils.data"):
-        return x, inputs_of_batch(next(iter(x)))
+        return x, tf.TensorSpec((x.batch_size,)) if x.batch_size and not needs_shapes else inputs_of_batch(next(iter(x)))
     size = min(batch_size or 32, count_samples(x))
+    if not needs_shapes:
+        return x, tf.TensorSpec((size,))
     return x, keras.tree.map_structure(lambda array: None if array is None else array[:size], x)
 
 

@@ -7,9 +7,13 @@ its inputs.
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 from keras_sn.fusion import fused_gradient_bytes
 from keras_sn.graph import LayerGraph
+
+_KNOWN: "WeakKeyDictionary[LayerGraph, tuple[int, ...]]" = WeakKeyDictionary()
+"""Every prediction of a plan of a graph asks for the same bytes."""
 
 
 def gradient_bytes(graph: LayerGraph) -> tuple[int, ...]:
@@ -17,6 +21,12 @@ def gradient_bytes(graph: LayerGraph) -> tuple[int, ...]:
 
     Gradients of weights count from the backward step that makes them to the end; what the user feeds has none.
     """
+    if graph not in _KNOWN:
+        _KNOWN[graph] = _gradient_bytes(graph)
+    return _KNOWN[graph]
+
+
+def _gradient_bytes(graph: LayerGraph) -> tuple[int, ...]:
     count = len(graph.layers)
     buffers = _Buffers()
     for tensor in graph.outputs:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from keras_sn import device, keras_internals
 from keras_sn.graph import DTYPE_BYTES, LayerGraph
@@ -45,6 +46,9 @@ class InForce:
     plans: dict[Any, Planned] = field(default_factory=dict)
     """By all that a plan depends on: shapes, reserved bytes, XLA, which weights train."""
     planned: Planned | None = None
+    is_settled: bool = False
+    """False after `compile()` and when `fit()` begins: whether the plan still stands must be asked, which takes a look at all
+    variables."""
     executor: PlanExecutor | None = None
     executor_key: Any = None
     region_jit: bool | None = None
@@ -99,6 +103,11 @@ def _reserved_bytes(model: Any) -> int:
     return sum(prod(v.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(v.dtype)] for v in variables.values())
 
 
+def has_open_axes(model: Any) -> bool:
+    """Whether inputs leave axes other than the first open, so that only a batch tells their sizes."""
+    return any(None in tensor.shape[1:] for tensor in keras_internals.functional_part(model).inputs)
+
+
 def input_shapes(model: Any, batch_size: int, inputs: Any = None) -> Shapes:
     """The full shapes of a model's inputs.
 
@@ -107,16 +116,15 @@ def input_shapes(model: Any, batch_size: int, inputs: Any = None) -> Shapes:
         batch_size: Samples in a batch.
         inputs: The inputs of a batch, for axes that the model leaves open.
     """
-    symbolic = keras_internals.functional_part(model).inputs
-    shapes = [tuple(tensor.shape) for tensor in symbolic]
-    if inputs is not None and any(None in shape[1:] for shape in shapes):
-        given = keras_internals.standardize_inputs(model, keras.tree.map_structure(_cheap, inputs))
+    shapes = [tuple(tensor.shape) for tensor in keras_internals.functional_part(model).inputs]
+    if inputs is not None and has_open_axes(model):
+        given = keras_internals.standardize_inputs(model, keras.tree.map_structure(_one_sample, inputs))
         shapes = [shape if x is None else tuple(x.shape) for shape, x in zip(shapes, given, strict=True)]
     return tuple((batch_size, *shape[1:]) if shape else shape for shape in shapes)
 
 
-def _cheap(leaf: Any) -> Any:
-    """An array in the place of a specification; it takes no memory."""
-    if leaf is None or not hasattr(leaf, "dtype") or hasattr(leaf, "__array__"):
-        return leaf
-    return np.broadcast_to(np.zeros((), keras.backend.standardize_dtype(leaf.dtype)), tuple(leaf.shape))
+def _one_sample(leaf: Any) -> Any:
+    """One sample of an array, or of what a specification stands for: its axes after the first are the batch's."""
+    if isinstance(leaf, tf.TypeSpec):
+        return np.zeros((1, *leaf.shape[1:]), leaf.dtype.as_numpy_dtype)
+    return leaf[:1] if hasattr(leaf, "shape") else leaf

@@ -65,10 +65,6 @@ class SpanCosts:
         return {tensor: self.graph.nbytes(tensor) for tensor in self.graph.producer}
 
     @cached_property
-    def gradients(self) -> tuple[int, ...]:
-        return gradient_bytes(self.graph)
-
-    @cached_property
     def crossing(self) -> list[int]:
         """By position: bytes of activations that are made up to it and read after it."""
         return crossing_bytes(self.graph)
@@ -124,6 +120,7 @@ class _Scan:
         self.inputs: set[str] = set()
         self.kept_bytes = 0
         self.internal_bytes = self.largest_gradients = self.largest_inside = 0
+        self.gradients = gradient_bytes(of.graph)
 
     def add(self) -> None:
         self.first -= 1
@@ -137,7 +134,7 @@ class _Scan:
         nbytes = self.of.nbytes
         inside = sum(nbytes[t] for t in layer.outputs if self.of.graph.last_use.get(t, -1) <= self.last)
         self.largest_inside = max(self.largest_inside, inside + sum(nbytes.get(t, 0) for t in layer.inputs))
-        self.largest_gradients = max(self.largest_gradients, self.of.gradients[self.first])
+        self.largest_gradients = max(self.largest_gradients, self.gradients[self.first])
         self.internal_bytes += layer.internal_bytes
 
     def add_inputs(self, layer: LayerCall) -> None:
@@ -161,7 +158,7 @@ class _Scan:
                 again = True
                 held += nbytes[tensor] * (tensor in self.read)
         # What this layer call holds is there in the backward steps of all later ones.
-        level.backward_bytes = held + max(level.backward_bytes, self.of.gradients[self.first])
+        level.backward_bytes = held + max(level.backward_bytes, self.gradients[self.first])
         if again:
             level.seconds += self.of.costs.forward[self.first]
             level.needed.update(layer.inputs)

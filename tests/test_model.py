@@ -11,6 +11,8 @@ from keras import layers as L
 from parity import assert_equal, rewriting_off, train
 
 import keras_sn
+from keras_sn import planning
+from keras_sn.batches import first_batch
 from keras_sn.errors import BudgetError, PlanError, UnsupportedModelError
 
 rewriting_off()
@@ -245,6 +247,33 @@ def test_open_axes_are_planned_from_the_first_batch():
     model = keras_sn.SNModel.from_model(_open_lengths(), policy="recompute")
     short = model.build_plan(4, inputs=np.zeros((4, 5, 6), "float32")).planned_peak_bytes
     assert model.build_plan(4, inputs=tf.TensorSpec((4, 50, 6), "float32")).planned_peak_bytes > 5 * short / 2
+
+
+def test_nothing_is_read_of_a_data_set_that_says_its_batch_size(monkeypatch):
+    """Reading may draw from the generator that shuffles, and the training would not be plain Keras' any more."""
+    read = []
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4, drop_remainder=True)
+    counted = data.map(lambda x, y: (tf.numpy_function(lambda a: read.append(1) or a, [x], "float32"), y))
+    counted = counted.map(lambda x, y: (tf.ensure_shape(x, (4, None)), y))
+    assert first_batch(counted, None, needs_shapes=False)[1].shape[0] == 4
+    assert not read
+    assert first_batch(counted, None, needs_shapes=True)[1].shape == (4, 8)
+    assert read
+    loader = type("Loader", (), {"__module__": "torch.utils.data.dataloader", "batch_size": 5, "__iter__": None})()
+    assert first_batch(loader, None, needs_shapes=False)[1].shape == (5,)
+
+
+def test_a_training_step_does_not_look_at_all_variables(monkeypatch):
+    model = keras_sn.SNModel.from_model(_plain(), policy="recompute")
+    model.compile("sgd", "mse", jit_compile=False)
+    asked = []
+    monkeypatch.setattr(planning, "_reserved_bytes", lambda model, real=planning._reserved_bytes: asked.append(1) or real(model))
+    for _ in range(4):
+        model.train_on_batch(X[:4], Y[:4])
+    assert len(asked) == 1
+    model.compile("adam", "mse", jit_compile=False)
+    model.train_on_batch(X[:4], Y[:4])
+    assert len(asked) == 2
 
 
 def test_a_plan_edited_by_hand_runs_and_a_spoiled_one_is_refused():
