@@ -1,7 +1,7 @@
 """`policy="auto"`: of all plans that fit, the one predicted to take the fewest seconds. `"recompute"` is one of them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
@@ -36,16 +36,20 @@ class Auto:
     """Plans one graph on one device.
 
     Args:
-        costs: The graph on its device.
+        spans: The possible regions of the graph on its device.
         host_bytes: What the host may hold; None for no limit, 0 for plans that recompute only.
         named: Plans of other policies, none of which a plan found here may be worse than.
-        shared: A search of the same graph whose spans are used again.
     """
 
-    costs: StepCosts
+    spans: SpanCosts
     host_bytes: int | None = None
     named: Sequence[Sequence[Region]] = ()
-    shared: RegionSearch | None = None
+    _tried: dict[tuple[Draft, float], Candidate] = field(default_factory=dict, init=False)
+    """The same drafts come up again and again, from searches of close rooms and as neighbours of neighbours."""
+
+    @property
+    def costs(self) -> StepCosts:
+        return self.spans.costs
 
     @property
     def graph(self) -> LayerGraph:
@@ -57,13 +61,12 @@ class Auto:
 
     @cached_property
     def search(self) -> RegionSearch:
-        spans = self.shared.spans if self.shared else SpanCosts(self.costs)
-        return RegionSearch(spans, may_offload=self.host_bytes != 0, shared=self.shared)
+        return RegionSearch(self.spans, may_offload=self.host_bytes != 0)
 
     @cached_property
     def on_device(self) -> "Auto":
         """The search for plans that send nothing to the host; asked too, so that none of its plans is missed."""
-        return Auto(self.costs, host_bytes=0, shared=self.search)
+        return Auto(self.spans, host_bytes=0)
 
     def cheapest(self, room_bytes: int) -> Candidate | None:
         """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
@@ -106,7 +109,7 @@ class Auto:
 
     def _ever_smaller(self) -> Iterator[Candidate]:
         """Drafts for ever smaller rooms, until there are none."""
-        low, high = 0, 3 * sum(self.search.spans.nbytes.values()) + sum(layer.weight_bytes for layer in self.graph.layers)
+        low, high = 0, 3 * sum(self.spans.nbytes.values()) + sum(layer.weight_bytes for layer in self.graph.layers)
         for _ in range(HALVINGS):
             middle = (low + high) // 2
             tried = [self._try_out(draft, 0) for draft in self._find(middle)]
@@ -115,12 +118,13 @@ class Auto:
 
     def _find(self, room_bytes: int) -> list[Draft]:
         """Drafts for a room; where the host is short, a byte there gets a price that keeps enough of them away."""
-        found = self.search.find(room_bytes, count=1 if self.is_large else ALTERNATIVES)
+        count = 1 if self.is_large else ALTERNATIVES
+        found = self.search.find(room_bytes, count=count)
         if self.host_bytes is None or not found or self._host_bytes(found[0]) <= self.host_bytes:
             return found
-        price = self.costs.plain_seconds / (1 + sum(self.search.spans.nbytes.values()))
+        price = self.costs.plain_seconds / (1 + sum(self.spans.nbytes.values()))
         for _ in range(HALVINGS):
-            found = self.search.find(room_bytes, seconds_per_host_byte=price, count=1 if self.is_large else ALTERNATIVES)
+            found = self.search.find(room_bytes, seconds_per_host_byte=price, count=count)
             if self._host_bytes(found[0]) <= self.host_bytes:
                 break
             price *= 4
@@ -130,7 +134,10 @@ class Auto:
         return self.graph.nbytes(*(tensor for tensor in draft.away if tensor in self.graph.producer))
 
     def _try_out(self, draft: Draft, room_bytes: float) -> Candidate:
-        return replace(evaluate(self.costs, regions_of(self.graph, draft), room_bytes), draft=draft)
+        if (draft, room_bytes) not in self._tried:
+            found = evaluate(self.costs, regions_of(self.graph, draft), room_bytes)
+            self._tried[draft, room_bytes] = replace(found, draft=draft)
+        return self._tried[draft, room_bytes]
 
     def _improved(self, tried: Sequence[Candidate], room_bytes: float, rank: Callable[[Candidate], tuple]) -> list[Candidate]:
         """The candidates that fit, in a small graph the best ones also after local search."""

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 
 from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft
-from keras_sn.plan import DEVICE, Plan, Region
+from keras_sn.plan import Plan, Region
 from keras_sn.predict import Prediction, predict
-from keras_sn.steps import RECOMPUTE
 from keras_sn.timing import Timing, schedule_prefetches, time_regions
 
 COPY_WINDOWS = (8, 4, Plan.copy_window)
@@ -47,7 +46,7 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
         regions: The plan's regions.
         room_bytes: What activations and their gradients may take on the device.
     """
-    if all(one.tier in (DEVICE, RECOMPUTE) for region in regions for one in region.saved):
+    if not any(one.is_away for region in regions for one in region.saved):
         return as_given(costs, regions, Plan.copy_window)
     if not costs.model.copies_overlap:  # nothing is won by copying early
         return as_given(costs, one_ahead(regions), Plan.copy_window)
@@ -66,9 +65,7 @@ def one_ahead(regions: Sequence[Region]) -> list[Region]:
     return [
         replace(
             region,
-            saved=tuple(
-                one if one.tier in (DEVICE, RECOMPUTE) else replace(one, prefetch_at=min(index + 1, last)) for one in region.saved
-            ),
+            saved=tuple(replace(one, prefetch_at=min(index + 1, last)) if one.is_away else one for one in region.saved),
         )
         for index, region in enumerate(regions)
     ]

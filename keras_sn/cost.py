@@ -78,23 +78,23 @@ ON_CPU = CostModel(1.0e11, 2.0e10, 1.0e10, 2e-5, copies_overlap=False)
 class StepCosts:
     """Seconds of each layer call of one graph on one device.
 
+    Where XLA compiles the layer calls (`LayerGraph.is_compiled`), a fusible one has no launch; it only reads what a layer call
+    that is not fusible made, and writes what such a one, or the user, reads.
+
     Args:
         graph: The layer graph.
         model: The device.
-        compiled: Whether XLA compiles the layer calls. A fusible one then has no launch, and it only reads what a layer call
-            that is not fusible made, and writes what such a one, or the user, reads.
     """
 
     graph: LayerGraph
     model: CostModel
-    compiled: bool
 
     @cached_property
     def forward(self) -> tuple[float, ...]:
         """By position, seconds of the forward step or of a recompute step."""
         return tuple(
             self._fused_bytes(layer) / self.model.bytes_per_second
-            if self.compiled and layer.is_fusible
+            if self.graph.is_compiled and layer.is_fusible
             else self.model.forward_seconds(layer, self.graph)
             for layer in self.graph.layers
         )
@@ -103,7 +103,7 @@ class StepCosts:
     def backward(self) -> tuple[float, ...]:
         """By position, seconds of the backward step. A fused one reads its input again and passes two gradients on."""
         return tuple(
-            2 * forward if self.compiled and layer.is_fusible else self.model.backward_seconds(layer, self.graph)
+            2 * forward if self.graph.is_compiled and layer.is_fusible else self.model.backward_seconds(layer, self.graph)
             for layer, forward in zip(self.graph.layers, self.forward, strict=True)
         )
 

@@ -9,6 +9,11 @@ from itertools import accumulate
 
 from keras_sn.graph import LayerCall, LayerGraph
 
+MAX_BOUNDARIES = 200
+LOOKED_AT = 400_000
+"""Layer calls that all spans together may be grown by; it bounds the longest span."""
+MIN_LENGTH = 8
+
 
 def crossing_bytes(graph: LayerGraph) -> list[int]:
     """For each layer call the bytes of the activations that later calls read and calls up to it made."""
@@ -18,6 +23,27 @@ def crossing_bytes(graph: LayerGraph) -> list[int]:
             change[start] += graph.nbytes(tensor)
             change[min(end, len(graph.layers))] -= graph.nbytes(tensor)
     return list(accumulate(change[:-1]))
+
+
+def boundaries(graph: LayerGraph, crossing: Sequence[int], limit: int = MAX_BOUNDARIES) -> list[int]:
+    """Positions of layer calls after which a region may end: all in a small graph, the narrow ones in a large graph."""
+    last, reach = len(graph.layers) - 1, 0
+    found = list(range(last))
+    while len(found) > limit and reach < 64:
+        reach = 2 * reach + 1
+        found = [i for i in found if crossing[i] <= min(crossing[max(0, i - reach) : i + reach + 1])]
+    if len(found) > limit:  # thinned evenly: where layer calls repeat, so do the cuts
+        found = found[:: -(-len(found) // limit)]
+    return [*found, last]
+
+
+def lengths(count: int, layer_calls: int) -> list[int]:
+    """How many stretches between boundaries a region may have: every number up to 16, then growing by a quarter."""
+    most = max(MIN_LENGTH, min(96, LOOKED_AT // layer_calls))
+    found = list(range(1, min(count, 16, most) + 1))
+    while found[-1] < min(count, most):
+        found.append(min(count, found[-1] + found[-1] // 4))
+    return sorted({*found, count} if count <= 64 else set(found))
 
 
 def held_bytes(graph: LayerGraph, layer: LayerCall) -> int:

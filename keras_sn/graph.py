@@ -4,7 +4,7 @@ A `LayerGraph` is made by `keras_sn.trace` from a Keras model and read by everyt
 an order in which each comes after the producers of its inputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -129,6 +129,10 @@ class LayerGraph:
         made = {tensor for layer in self.layers if layer.is_fusible for tensor in layer.outputs}
         read_by_others = {tensor for layer in self.layers if not layer.is_fusible for tensor in layer.inputs}
         return frozenset(made - read_by_others - set(self.outputs))
+
+    def layers_named(self, names: Iterable[str]) -> list[LayerCall]:
+        """The layer calls of these names, in their order."""
+        return [self.layers[self.position[name]] for name in names]
 
     def nbytes(self, *tensors: str) -> int:
         """Bytes of the given tensors together."""

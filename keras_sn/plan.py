@@ -62,6 +62,11 @@ class Saved:
     nbytes: int = 0
     """For those who read the plan."""
 
+    @property
+    def is_away(self) -> bool:
+        """Whether it waits in a tier, outside the device, from where it must be copied back."""
+        return self.tier not in (DEVICE, RECOMPUTE)
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -84,7 +89,7 @@ class Plan:
     batch_size: int
     regions: tuple[Region, ...]
     reserved_bytes: int
-    """Weights, their gradients, optimizer slots and the rest that no plan can move."""
+    """Weights, state, optimizer slots and the rest that no plan can move; gradients of weights are in the peaks."""
     plain_peak_bytes: int
     """What plain Keras is predicted to need at its peak."""
     planned_peak_bytes: int

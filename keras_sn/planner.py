@@ -14,6 +14,7 @@ from keras_sn.plan import Plan, Region
 from keras_sn.policies import Policy, check_policy, keep_all, regions_of_policy
 from keras_sn.schedule import check_regions
 from keras_sn.sizes import format_bytes
+from keras_sn.spans import SpanCosts
 from keras_sn.superneurons import superneurons_regions
 
 NAMED_GRAPH = 10_000
@@ -38,7 +39,7 @@ def make_plan(
         graph: The layer graph at this batch size.
         policy: One of `POLICIES`, or a dict from patterns of layer-call names to one of `ACTIONS`.
         batch_size: Samples in a batch.
-        reserved_bytes: Weights, gradients, optimizer slots: what no plan can move, in bytes.
+        reserved_bytes: Weights, state, optimizer slots: what no plan can move, in bytes.
         budget_bytes: What the device may hold, in bytes; None for no limit.
         margin: The share of the budget that `"auto"` leaves free, because a prediction can be a little low.
         host_budget_bytes: What the host may hold, in bytes; None for no limit.
@@ -56,7 +57,7 @@ def make_plan(
     limits = _Limits(reserved_bytes, budget_bytes, margin, host_budget_bytes)
     limits.check_reserved()
     graph = as_compiled(graph) if compiled else graph
-    costs = StepCosts(graph, cost_model, compiled)
+    costs = StepCosts(graph, cost_model)
     plain = evaluate(costs, [keep_all(graph)] if graph.layers else [], 0)
     chosen = _choose(costs, policy, plain, limits)
     return _described(policy if isinstance(policy, str) else "dict", batch_size, chosen, plain, limits, compiled)
@@ -108,7 +109,7 @@ def adopt_plan(
         PlanError: The plan is not one of this graph, or is illegal; see `schedule.check_regions`.
     """
     graph = as_compiled(graph) if compiled else graph
-    costs = StepCosts(graph, cost_model, compiled)
+    costs = StepCosts(graph, cost_model)
     if plan.regions:
         check_regions(graph, plan.regions)
     plain = evaluate(costs, [keep_all(graph)] if graph.layers else [], 0)
@@ -138,7 +139,7 @@ class _Limits:
     def check_reserved(self) -> None:
         if self.budget_bytes is not None and self.reserved_bytes > self.budget_bytes:
             raise BudgetError(
-                f"Weights, gradients and optimizer slots need {self.reserved_bytes:,} bytes "
+                f"Weights and optimizer slots need {self.reserved_bytes:,} bytes "
                 f"({format_bytes(self.reserved_bytes)}), more than the memory budget, and no plan can move them. Raise the "
                 "budget, or use a smaller model or an optimizer with fewer slots. "
                 f"Received: memory_budget={self.budget_bytes:,} bytes"
@@ -165,16 +166,13 @@ def _choose(costs: StepCosts, policy: Policy, plain: Candidate, limits: _Limits)
         return _cheapest(costs, plain, room_bytes, limits)
     if policy == "recompute":
         return _least_memory(costs)
-    if policy == "superneurons":
-        regions = superneurons_regions(graph, room_bytes)
-    else:
-        regions = regions_of_policy(graph, policy, compiled=costs.compiled)
+    regions = superneurons_regions(graph, room_bytes) if policy == "superneurons" else regions_of_policy(graph, policy)
     return evaluate(costs, regions, room_bytes or 0)
 
 
 def _least_memory(costs: StepCosts) -> Candidate:
     """The fastest of the plans that need no more than the smallest that recomputes."""
-    on_device = Auto(costs, host_bytes=0)
+    on_device = Auto(SpanCosts(costs), host_bytes=0)
     return on_device.cheapest(on_device.smallest.peak_bytes) or on_device.smallest
 
 
@@ -184,10 +182,10 @@ def _cheapest(costs: StepCosts, plain: Candidate, room_bytes: int, limits: _Limi
     named = []
     if len(costs.graph.layers) <= NAMED_GRAPH:
         named = [
-            regions_of_policy(costs.graph, "offload", compiled=costs.compiled),
+            regions_of_policy(costs.graph, "offload"),
             superneurons_regions(costs.graph, room_bytes),
         ]
-    auto = Auto(costs, limits.host_bytes, named)
+    auto = Auto(SpanCosts(costs), limits.host_bytes, named)
     if found := auto.cheapest(room_bytes):
         return found
     raise limits.error(auto.smallest)

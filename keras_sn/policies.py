@@ -1,8 +1,8 @@
 """The named policies: which regions a policy cuts, and what each region does with what its backward pass reads.
 
-`"recompute"`: regions that hold about equally many bytes, cut where few bytes cross, as many as give the lowest predicted peak.
-`"offload"`: the same, and what their backward passes read goes to the host instead of being recomputed. A dict gives an action
-for each pattern of layer-call names. `"superneurons"` and `"auto"` have modules of their own.
+`"offload"`: regions that hold about equally many bytes, cut where few bytes cross, as many as give the lowest predicted peak;
+what their backward passes read goes to the host. A dict gives an action for each pattern of layer-call names; what it recomputes
+is cut likewise. `"superneurons"`, `"recompute"` and `"auto"` have modules of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,20 +39,19 @@ def check_policy(policy: Policy) -> None:
     )
 
 
-def regions_of_policy(graph: LayerGraph, policy: Policy, *, compiled: bool) -> list[Region]:
+def regions_of_policy(graph: LayerGraph, policy: Policy) -> list[Region]:
     """The regions of one of the policies of this module.
 
     Args:
         graph: The layer graph, with at least one layer call.
-        policy: `"recompute"`, `"offload"` or a dict.
-        compiled: Whether XLA compiles the regions; see `region`.
+        policy: `"offload"` or a dict.
 
     Raises:
         PlanError: A dict names an unknown layer.
     """
     if isinstance(policy, Mapping):
-        return _by_pattern(graph, policy, compiled)
-    return one_ahead(best_cuts(graph, range(len(graph.layers)), policy, compiled=compiled))
+        return _by_pattern(graph, policy)
+    return one_ahead(best_cuts(graph, range(len(graph.layers)), policy))
 
 
 def keep_all(graph: LayerGraph) -> Region:
@@ -60,14 +59,14 @@ def keep_all(graph: LayerGraph) -> Region:
     return Region(tuple(layer.name for layer in graph.layers), recompute=False)
 
 
-def region(graph: LayerGraph, names: Sequence[str], action: str, *, compiled: bool) -> Region:
+def region(graph: LayerGraph, names: Sequence[str], action: str) -> Region:
     """One region that keeps, recomputes, or offloads what its backward pass reads.
 
     To keep means, without XLA, to run as plain Keras does. XLA fuses a layer that is cheap to recompute into the readers of its
     output, so there it means to save the inputs and the outputs of costly layers, and nothing else.
     """
-    layers = [graph.layers[graph.position[name]] for name in names]
-    if action == "keep" and not compiled:
+    layers = graph.layers_named(names)
+    if action == "keep" and not graph.is_compiled:
         return Region(tuple(names), recompute=False)
     inputs, inside = inputs_of(layers), []
     if action == "keep":
@@ -80,7 +79,7 @@ def region(graph: LayerGraph, names: Sequence[str], action: str, *, compiled: bo
     return Region(tuple(names), tuple(saved))
 
 
-def best_cuts(graph: LayerGraph, positions: range, action: str, *, compiled: bool) -> list[Region]:
+def best_cuts(graph: LayerGraph, positions: range, action: str) -> list[Region]:
     """Equal regions, as many as give the lowest predicted peak when the layer calls around `positions` are kept.
 
     Of numbers that come close to it the largest: small regions compile faster, and more of them are equal.
@@ -89,18 +88,18 @@ def best_cuts(graph: LayerGraph, positions: range, action: str, *, compiled: boo
     first, last, length = positions[0], positions[-1], len(positions)
     crossing = crossing_bytes(graph)
     counts = sorted({min(length, round(1.25**power)) for power in range(64) if 1.25**power < 1.25 * length})
-    around = [region(graph, part, "keep", compiled=compiled) for part in (names[:first], names[last + 1 :]) if part]
+    around = [region(graph, part, "keep") for part in (names[:first], names[last + 1 :]) if part]
     before, after = around[: bool(first)], around[bool(first) :]
     candidates = []
     for count in counts:
         cut = runs(equal_cuts(graph, first, last, count, crossing), first)
-        regions = [region(graph, names[run.start : run.stop], action, compiled=compiled) for run in cut]
+        regions = [region(graph, names[run.start : run.stop], action) for run in cut]
         candidates.append((predict(graph, [*before, *regions, *after]).peak_bytes, regions))
     near = CLOSE_TO_LOWEST * min(peak for peak, _ in candidates)
     return max((regions for peak, regions in candidates if peak <= near), key=len)
 
 
-def _by_pattern(graph: LayerGraph, policy: Mapping[str, str], compiled: bool) -> list[Region]:
+def _by_pattern(graph: LayerGraph, policy: Mapping[str, str]) -> list[Region]:
     names = [layer.name for layer in graph.layers]
     for pattern in policy:
         if not any(_matches(name, pattern) for name in names):
@@ -115,9 +114,9 @@ def _by_pattern(graph: LayerGraph, policy: Mapping[str, str], compiled: bool) ->
         positions = list(group)
         positions = range(positions[0], positions[-1] + 1)
         if action == "keep":
-            regions.append(region(graph, names[positions.start : positions.stop], action, compiled=compiled))
+            regions.append(region(graph, names[positions.start : positions.stop], action))
         else:
-            regions.extend(best_cuts(graph, positions, action, compiled=compiled))
+            regions.extend(best_cuts(graph, positions, action))
     return _consistent(one_ahead(regions))
 
 

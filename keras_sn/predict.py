@@ -23,8 +23,6 @@ class Prediction:
     peak_layer: str
     """The last layer call of the region that makes the peak."""
     offloaded_bytes: int
-    backward_bytes: tuple[int, ...] = ()
-    """By region: bytes on the device during its backward pass."""
 
 
 def predict(graph: LayerGraph, regions: Sequence[Region], copy_window: int = Plan.copy_window) -> Prediction:
@@ -46,12 +44,11 @@ def predict(graph: LayerGraph, regions: Sequence[Region], copy_window: int = Pla
     slot = max(range(len(levels)), key=levels.__getitem__) if levels else 0
     region = regions[min(slot, 2 * len(regions) - 1 - slot)] if regions else None
     slack = 1 + UNPLANNED_SHARE * graph.is_compiled
-    away = {one.tensor for region in regions for one in region.saved if one.tier not in (DEVICE, RECOMPUTE)}
+    away = {one.tensor for region in regions for one in region.saved if one.is_away}
     return Prediction(
         int(slack * max(levels, default=0)) + graph.nbytes(*graph.inputs),
         region.layers[-1] if region else "",
         graph.nbytes(*away),
-        tuple(levels[: len(regions) - 1 : -1]),
     )
 
 
@@ -59,7 +56,7 @@ class _Timeline:
     def __init__(self, graph: LayerGraph, regions: Sequence[Region], copy_window: int):
         self.graph, self.regions, self.count, self.copy_window = graph, regions, len(regions), copy_window
         self.change = [0] * (2 * self.count + 1)
-        self.layers = [[graph.layers[graph.position[name]] for name in region.layers] for region in regions]
+        self.layers = [graph.layers_named(region.layers) for region in regions]
         self.made_in = {t: index for index, layers in enumerate(self.layers) for layer in layers for t in layer.outputs}
         self.last_reader: dict[str, int] = {}
         self.keepers: dict[str, int] = {}

@@ -49,7 +49,7 @@ def _check_layers(graph: LayerGraph, regions: Sequence[Region]) -> None:
 def _check_saved(graph: LayerGraph, regions: Sequence[Region]) -> None:
     tiers: dict[str, str] = {}
     for index, region in enumerate(regions):
-        layers = [graph.layers[graph.position[name]] for name in region.layers]
+        layers = graph.layers_named(region.layers)
         own = {tensor for layer in layers for tensor in (*layer.inputs, *layer.outputs)}
         for one in region.saved:
             if one.tensor not in own:
@@ -103,7 +103,7 @@ class _Writer:
         """Region -> what comes back from a tier when its backward pass starts, with the region that needs it."""
         for index, region in enumerate(self.regions):
             for one in region.saved:
-                if one.tier not in (DEVICE, RECOMPUTE):
+                if one.is_away:
                     start = index if one.prefetch_at is None else min(max(one.prefetch_at, 0), len(self.regions) - 1)
                     self.returns.setdefault(start, []).append((index, one))
 
@@ -126,7 +126,7 @@ class _Writer:
             yield Free(tensor)
 
     def run_forward(self, index: int, region: Region) -> Iterator[Instruction]:
-        away = [one for one in region.saved if one.tier not in (DEVICE, RECOMPUTE)]
+        away = [one for one in region.saved if one.is_away]
         for name in region.layers:
             yield from self.run(self.forward[name])
             yield from (Offload(one.tensor, one.tier) for one in away if one.tensor in self.forward[name].writes)
@@ -186,7 +186,7 @@ class _Writer:
                 home = self.home[self.graph.layers[made_in].name]
                 if home != source:
                     yield from self.replay(home, {one.tensor})
-            elif one.tier not in (DEVICE, RECOMPUTE) and one.tensor not in self.device:
+            elif one.is_away and one.tensor not in self.device:
                 self.device.add(one.tensor)
                 yield Prefetch(one.tensor, one.tier)
         for name in region.layers:

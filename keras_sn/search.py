@@ -12,17 +12,13 @@ from functools import cached_property
 
 import numpy as np
 
+from keras_sn.cost import CostModel
 from keras_sn.drafts import Draft, inputs_of
-from keras_sn.graph import LayerGraph
 from keras_sn.spans import KEEP, Span, SpanCosts
 
 STAY, INPUTS_LEAVE, ALL_LEAVE = range(3)
 """What a region sends to the host."""
 
-MAX_BOUNDARIES = 200
-LOOKED_AT = 400_000
-"""Layer calls that all spans together may be grown by; it bounds the longest span."""
-MIN_LENGTH = 8
 MAX_LABELS = 32
 """Labels at a cut, for each of: the last region sends nothing to the host, or something."""
 
@@ -38,56 +34,19 @@ class Choice:
     leaving: int
 
 
-def boundaries(graph: LayerGraph, crossing: Sequence[int], limit: int = MAX_BOUNDARIES) -> list[int]:
-    """Positions of layer calls after which a region may end: all in a small graph, the narrow ones in a large graph."""
-    last, reach = len(graph.layers) - 1, 0
-    found = list(range(last))
-    while len(found) > limit and reach < 64:
-        reach = 2 * reach + 1
-        found = [i for i in found if crossing[i] <= min(crossing[max(0, i - reach) : i + reach + 1])]
-    if len(found) > limit:  # thinned evenly: where layer calls repeat, so do the cuts
-        found = found[:: -(-len(found) // limit)]
-    return [*found, last]
-
-
-def lengths(count: int, layer_calls: int) -> list[int]:
-    """How many stretches between boundaries a region may have: every number up to 16, then growing by a quarter."""
-    most = max(MIN_LENGTH, min(96, LOOKED_AT // layer_calls))
-    found = list(range(1, min(count, 16, most) + 1))
-    while found[-1] < min(count, most):
-        found.append(min(count, found[-1] + found[-1] // 4))
-    return sorted({*found, count} if count <= 64 else set(found))
-
-
 @dataclass(frozen=True, eq=False)
 class RegionSearch:
     """Finds choices of regions for one graph on one device; `find` may be called with many budgets."""
 
     spans: SpanCosts
     may_offload: bool = True
-    shared: "RegionSearch | None" = None
-    """Another search of the same spans, which need not be grown twice."""
-
-    @cached_property
-    def ends(self) -> list[int]:
-        return boundaries(self.spans.graph, self.spans.crossing)
-
-    @cached_property
-    def candidates(self) -> list[list[tuple[int, Span]]]:
-        """By boundary: the spans that end there, each with the index of the boundary before it (-1: none)."""
-        if self.shared is not None:
-            return self.shared.candidates
-        found, possible = [], lengths(len(self.ends), len(self.spans.graph.layers))
-        for index, end in enumerate(self.ends):
-            before = [index - length for length in possible if length <= index + 1]
-            starts = [self.ends[one] + 1 if one >= 0 else 0 for one in before]
-            found.append(list(zip(before, self.spans.ending_at(end, starts), strict=True)))
-        return found
 
     @cached_property
     def columns(self) -> "list[list[_Columns]]":
         """The candidates as columns of numbers for `find`."""
-        return [[self._columns(before, index, span) for before, span in spans] for index, spans in enumerate(self.candidates)]
+        return [
+            [self._columns(before, index, span) for before, span in spans] for index, spans in enumerate(self.spans.candidates)
+        ]
 
     @cached_property
     def seconds_until(self) -> np.ndarray:
@@ -105,14 +64,14 @@ class RegionSearch:
         """
         labels = [_Labels.first()]  # by boundary plus one
         for spans in self.columns:
-            grown = [_grow(labels[columns.before + 1], columns, room_bytes) for columns in spans]
+            grown = [_grow(labels[columns.before + 1], columns, room_bytes, self.spans.costs.model) for columns in spans]
             labels.append(_Labels.best(grown, seconds_per_host_byte))
         final = labels[-1]
         order = np.argsort(final.seconds + 2 * final.copy_seconds + seconds_per_host_byte * final.host_bytes, kind="stable")
         return [self._draft(self._trace_back(labels, int(place))) for place in order[:count]]
 
     def _columns(self, before: int, index: int, span: Span) -> "_Columns":
-        model, rows, ways = self.spans.costs.model, [], []
+        rows, ways = [], []
         has_inputs = span.input_bytes > 0 or bool(span.read_before)
         for option in span.options:
             inside = option.saved_bytes
@@ -122,21 +81,9 @@ class RegionSearch:
             for leaving, waits, leaves in possible:
                 rows.append((waits, leaves, max(option.backward_bytes, span.forward_bytes), option.seconds))
                 ways.append((option.level, leaving))
-        seconds = self.seconds_until[:, self.ends[index] + 1] - self.seconds_until[:, span.first]
+        seconds = self.seconds_until[:, self.spans.ends[index] + 1] - self.seconds_until[:, span.first]
         waits, leaves, transient, own_seconds = np.array(rows, dtype=float).T
-        return _Columns(
-            before,
-            span,
-            np.array(ways, dtype=int),
-            waits,
-            leaves,
-            transient,
-            own_seconds,
-            seconds,
-            model.launch_seconds,
-            1 / model.link_bytes_per_second,
-            model.copies_overlap,
-        )
+        return _Columns(before, span, np.array(ways, dtype=int), waits, leaves, transient, own_seconds, seconds)
 
     def _draft(self, choices: Sequence[Choice]) -> Draft:
         graph = self.spans.graph
@@ -160,8 +107,8 @@ class RegionSearch:
         choices, index = [], len(labels) - 1
         while index > 0:
             before, place, level, leaving = (int(one) for one in labels[index].origin[place])
-            first = self.ends[before] + 1 if before >= 0 else 0
-            choices.append(Choice(first, self.ends[index - 1], level, leaving))
+            first = self.spans.ends[before] + 1 if before >= 0 else 0
+            choices.append(Choice(first, self.spans.ends[index - 1], level, leaving))
             index = before + 1
         return choices[::-1]
 
@@ -233,13 +180,9 @@ class _Columns:
     seconds: np.ndarray
     compute_seconds: np.ndarray
     """Of the layer calls, forward and backward: what copies of the region before can hide behind."""
-    copy_seconds: float
-    """Of a copy, however small."""
-    seconds_per_byte: float
-    hides_copies: bool
 
 
-def _grow(labels: _Labels, columns: _Columns, room_bytes: float) -> _Labels:
+def _grow(labels: _Labels, columns: _Columns, room_bytes: float, model: CostModel) -> _Labels:
     """All labels that come of adding one span, in each of its ways, to each label, and that fit."""
     inputs = np.full(len(labels.start), float(columns.span.input_bytes))
     for producer, reader, nbytes in columns.span.read_before:
@@ -251,13 +194,13 @@ def _grow(labels: _Labels, columns: _Columns, room_bytes: float) -> _Labels:
     # What the region before sends away is still there in the forward pass, and on its way back in the backward pass.
     needed = waiting + leaving + labels.leaving[:, None] + columns.transient
     old, way = np.nonzero(needed <= room_bytes)
-    hidden = columns.compute_seconds * columns.hides_copies
+    hidden = columns.compute_seconds * model.copies_overlap
     not_hidden = sum(np.maximum(0.0, labels.copy_seconds - one) for one in hidden)
     left = leaving[old, way]
     return _Labels(
         waiting[old, way],
         left,
-        np.where(left > 0, columns.copy_seconds + left * columns.seconds_per_byte, 0.0),
+        np.where(left > 0, model.transfer_seconds(left), 0.0),
         (labels.seconds + not_hidden)[old] + columns.seconds[way],
         labels.host_bytes[old] + left,
         np.full(len(old), float(columns.span.first)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from keras_sn.cost import StepCosts
-from keras_sn.cuts import crossing_bytes
+from keras_sn.cuts import boundaries, crossing_bytes, lengths
 from keras_sn.gradients import gradient_bytes
 from keras_sn.graph import LayerCall, LayerGraph
 
@@ -86,6 +86,21 @@ class SpanCosts:
             place = min(bisect_left(cumulative, share * total), len(order) - 1)
             found.append(self.density(order[place]) if order else 0.0)
         return (*found, 0.0)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Positions after which a region may end."""
+        return boundaries(self.graph, self.crossing)
+
+    @cached_property
+    def candidates(self) -> list[list[tuple[int, Span]]]:
+        """By boundary: the spans that end there, each with the index of the boundary before it (-1: none)."""
+        found, possible = [], lengths(len(self.ends), len(self.graph.layers))
+        for index, end in enumerate(self.ends):
+            before = [index - length for length in possible if length <= index + 1]
+            starts = [self.ends[one] + 1 if one >= 0 else 0 for one in before]
+            found.append(list(zip(before, self.ending_at(end, starts), strict=True)))
+        return found
 
     def ending_at(self, last: int, starts: Sequence[int]) -> Iterator[Span]:
         """Spans from each of `starts` (descending) to `last`."""
@@ -168,7 +183,7 @@ class _Scan:
         options = [
             Option(index, one.saved_bytes, one.backward_bytes, one.seconds + overhead) for index, one in enumerate(self.levels)
         ]
-        if not self.of.costs.compiled:
+        if not self.of.graph.is_compiled:
             options.append(Option(KEEP, self.kept_bytes + self.internal_bytes, self.largest_gradients, 0.0))
         input_bytes, read_before, passing_bytes = 0, [], self.of.crossing[self.last]
         for tensor in self.inputs:

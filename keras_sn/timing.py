@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from keras_sn.cost import StepCosts
-from keras_sn.plan import DEVICE, Plan, Region
+from keras_sn.plan import Plan, Region
 from keras_sn.predict import recomputed
 from keras_sn.steps import RECOMPUTE
 
@@ -45,7 +45,7 @@ def schedule_prefetches(costs: StepCosts, regions: Sequence[Region]) -> list[Reg
     for index, region in enumerate(regions):  # the first region's backward pass is the last
         saved = []
         for one in region.saved:
-            if one.tier in (DEVICE, RECOMPUTE):
+            if not one.is_away:
                 saved.append(one)
                 continue
             end = min(link_is_needed_at, starts[len(regions) - 1 - index])
@@ -76,7 +76,7 @@ class _Clock:
         region, graph = self.regions[index], self.costs.graph
         if not region.recompute:
             return 0.0
-        layers = [graph.layers[graph.position[name]] for name in region.layers]
+        layers = graph.layers_named(region.layers)
         _, names = recomputed(layers, {one.tensor for one in region.saved})
         return sum(self.costs.forward[graph.position[name]] for name in names)
 
@@ -111,7 +111,7 @@ class _Clock:
                 self.wait_until(done[index - copy_window])
             start, self.now = self.now, self.now + self.forward[index]
             for one in region.saved:
-                if one.tier not in (DEVICE, RECOMPUTE) and one.tensor not in stored:
+                if one.is_away and one.tensor not in stored:
                     stored.add(one.tensor)
                     done[index] = self.copy(one.tensor, self.now if self.made_in.get(one.tensor) == index else start)
 
@@ -120,7 +120,7 @@ class _Clock:
         last = len(self.regions) - 1
         for index in range(last, -1, -1):
             for one in self.regions[index].saved:
-                if one.tier not in (DEVICE, RECOMPUTE):
+                if one.is_away:
                     start = index if one.prefetch_at is None else min(one.prefetch_at, last)
                     asked.setdefault(start, []).append((index, one.tensor))
         arrived = [0.0] * len(self.regions)

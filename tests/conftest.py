@@ -17,5 +17,5 @@ tf.config.set_logical_device_configuration(
 def _clean_keras():
     import keras
 
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)  # a collection before each test takes longer than most tests
     keras.utils.set_random_seed(0)

@@ -73,7 +73,7 @@ def test_memory_centric_segments_are_recomputed_from_their_checkpoint_for_each_l
     assert len(again) == 2 * 24  # BatchNormalization and ReLU outputs
     assert not any(one.tier == "recompute" for region in speed for one in region.saved)
     assert predict(graph, memory).peak_bytes <= 1.05 * predict(graph, speed).peak_bytes
-    costs = StepCosts(graph, ON_CPU, False)
+    costs = StepCosts(graph, ON_CPU)
     assert time_regions(costs, memory).seconds > time_regions(costs, speed).seconds
 
 

@@ -59,7 +59,7 @@ def all_plans(graph: LayerGraph, costs: StepCosts, *, with_host: bool) -> list[t
     found = [_figures(costs, Draft((last,), kept=frozenset([last])))]
     for cut in subsets(range(last)):
         ends = (*sorted(cut), last)
-        for kept in [frozenset()] if costs.compiled else subsets(ends):
+        for kept in [frozenset()] if graph.is_compiled else subsets(ends):
             for saved in subsets(made):
                 for away in subsets(made) if with_host else [frozenset()]:
                     found.append(_figures(costs, Draft(ends, kept, saved, away)))
@@ -81,7 +81,7 @@ CASES = [
 def check_against_all_plans(seed: int, count: int, compiled: bool, with_host: bool) -> None:
     graph = random_layers(seed, count, is_chain=seed % 2 == 0)
     described = as_compiled(graph) if compiled else graph
-    plans = all_plans(described, StepCosts(described, MODEL, compiled), with_host=with_host)
+    plans = all_plans(described, StepCosts(described, MODEL), with_host=with_host)
     lowest, plain = (
         min(peak for peak, _ in plans),
         predict(described, regions_of(described, Draft((count - 1,), frozenset([count - 1])))),

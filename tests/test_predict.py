@@ -95,7 +95,7 @@ def costs():
     graph = graph_of(*layers, sizes={"x": 4} | {f"t{i}": 400 for i in range(8)})
 
     def make(link=800.0, copies_overlap=True):
-        return StepCosts(graph, CostModel(100, 1e9, link, 0.0, copies_overlap=copies_overlap), compiled=False)
+        return StepCosts(graph, CostModel(100, 1e9, link, 0.0, copies_overlap=copies_overlap))
 
     return make
 
