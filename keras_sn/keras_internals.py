@@ -116,9 +116,14 @@ def updated_variable_ids(scope: keras.StatelessScope) -> set[int]:
     return set(scope.state_mapping)
 
 
+def compilation(model: Any) -> Any:
+    """Keras' record of the last `compile()`, a new object each time; None before the first."""
+    return getattr(model, "_compile_config", None)
+
+
 def asked_for_jit(model: Any) -> bool | str:
     """The argument of `compile`; `model.jit_compile` has resolved it for all layers at once."""
-    return model._compile_config.config["jit_compile"]
+    return compilation(model).config["jit_compile"]
 
 
 def would_jit(model: Any) -> bool:

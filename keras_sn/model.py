@@ -13,7 +13,7 @@ from keras_sn.batches import count_samples, first_batch
 from keras_sn.errors import PlanError, UnsupportedModelError
 from keras_sn.log import log
 from keras_sn.plan import Plan
-from keras_sn.planning import InForce, Shapes, has_open_axes, input_shapes
+from keras_sn.planning import NOT_SETTLED, InForce, Shapes, has_open_axes, input_shapes
 from keras_sn.policies import Policy
 from keras_sn.report import MeasuredPeak, plan_line
 from keras_sn.runtime import PlanExecutor
@@ -154,7 +154,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
                 keras_internals.build_optimizer(self.optimizer, self.trainable_variables)
         now = self._now
         planned = now.plan_for(self, self.settings, shapes, compiled=self._wants_jit())
-        now.is_settled = True
+        now.settled_for = keras_internals.compilation(self)
         if planned is not now.planned:
             now.planned, now.executor, self.train_function = planned, None, None
             log.info(plan_line(planned.plan))
@@ -164,7 +164,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         """The plan in force; a new one for a batch that needs more than it was made for, or after another `compile()`."""
         planned = self._now.planned
         if planned is not None and planned.covers(shapes):
-            if self._now.is_settled or tf.inside_function():
+            if self._now.settled_for is keras_internals.compilation(self) or tf.inside_function():
                 return planned.plan
             return self._plan_shapes(planned.shapes)  # the same, unless for another optimizer, XLA or not, or other weights
         if any(None in shape for shape in shapes):
@@ -212,15 +212,9 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
 
     # --- the training step
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        super().compile(*args, **kwargs)
-        self._now.is_settled = False
-
-    compile.__doc__ = keras.Model.compile.__doc__
-
     def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         if self.compiled and x is not None:
-            self._now.is_settled = False
+            self._now.settled_for = NOT_SETTLED
             x, inputs = first_batch(x, batch_size, needs_shapes=has_open_axes(self))
             self._plan_for_batch(inputs, self.distribute_strategy.num_replicas_in_sync)
             self._report_measured_peak(kwargs)

@@ -21,6 +21,8 @@ from keras_sn.updates import GroupedUpdate
 Shapes = tuple[tuple[int, ...], ...]
 """The full shape of each input of a model."""
 
+NOT_SETTLED = object()
+
 
 @dataclass(frozen=True, eq=False)
 class Planned:
@@ -46,9 +48,9 @@ class InForce:
     plans: dict[Any, Planned] = field(default_factory=dict)
     """By all that a plan depends on: shapes, reserved bytes, XLA, which weights train."""
     planned: Planned | None = None
-    is_settled: bool = False
-    """False after `compile()` and when `fit()` begins: whether the plan still stands must be asked, which takes a look at all
-    variables."""
+    settled_for: Any = NOT_SETTLED
+    """The compilation of the model for which the plan stands. After another `compile()`, and when `fit()` begins, it must be
+    asked again whether it does, which takes a look at all variables."""
     executor: PlanExecutor | None = None
     executor_key: Any = None
     region_jit: bool | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from keras_sn.graph import TensorSpec
+from keras_sn.in_place import hands_gradient_on
 from keras_sn.layer_rules import BUILT_IN_RULES, converts_dtypes
 from keras_sn.op_costs import Call, traced_traits
 from keras_sn.operation_rules import OPERATION_RULES, OWN_OPERATIONS
@@ -63,8 +64,14 @@ def traits_of(
         # A subclass that computes something else is another layer.
         if layer_class in BUILT_IN_RULES and type(operation).call is layer_class.call:
             traits = None if converts_dtypes(operation, inputs) else BUILT_IN_RULES[layer_class](operation, inputs, outputs)
-            return _with_regularizer(operation, traits) if traits else traced_traits(operation, inputs, outputs, call, call_key)
-    return _operation_traits(operation, inputs, outputs, call, call_key)
+            if traits is None:
+                traits = traced_traits(operation, inputs, outputs, call, call_key)
+            else:
+                traits = _with_regularizer(operation, traits)
+            break
+    else:
+        traits = _operation_traits(operation, inputs, outputs, call, call_key)
+    return replace(traits, gradient_in_place=True) if hands_gradient_on(operation) else traits
 
 
 def _operation_traits(operation, inputs, outputs, call, call_key) -> LayerTraits:

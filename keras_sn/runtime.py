@@ -38,10 +38,25 @@ class _Pass:
     """Region -> a tensor that exists once its backward pass can start."""
     in_tier: dict[str, Any] = field(default_factory=dict)
     """What has been put into tiers, by name."""
+    fetched: dict[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
+    """Name and id of the tensor that started a copy back -> the copy, and that tensor."""
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Region -> the tensors that it has put into tiers."""
-    replays: "dict[str, _Replay]" = field(default_factory=dict)
+    replays: "dict[str, _Rerun]" = field(default_factory=dict)
     """Tensor that waits nowhere -> how to make it again."""
+
+    def note(self, rerun: "_Rerun") -> None:
+        """Keeps how to make those of a region's outputs again that wait nowhere."""
+        self.replays.update((name, rerun) for name in rerun.names if name in self.recomputed)
+
+    def fetch(self, tier: str, name: str, stored: Any, after: Any) -> Any:
+        """A tensor from its tier; once for all that ask for it at one time, which TensorFlow's optimizer may or may not see."""
+        if self.mode == EAGER:  # each asks in its own turn, and a copy held here would stay alive
+            return TIERS[tier].get(stored, after)
+        key = name, id(after)
+        if key not in self.fetched:
+            self.fetched[key] = TIERS[tier].get(stored, after), after
+        return self.fetched[key][0]
 
     def mark(self, name: str, tensor: Any) -> Any:
         """The tensor, in a form that notes the arrival of its gradient."""
@@ -184,7 +199,7 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
         result = function.forward(inputs, masks, trainable, state)
         if not one_pass.recomputed.isdisjoint(body.outputs):
             fetch = _save(one_pass, index, region, body, inputs, result)
-            _note_replay(one_pass, body, _Replay(body.outputs, function, fetch, masks, trainable, state))
+            one_pass.note(_Rerun(body.outputs, function, fetch, masks, trainable, state))
         _hand_on(one_pass, body, function, result, result.outputs, result.losses, index)
         return
     sources = {name: x for name, x, is_wanted in zip(body.inputs, inputs, wanted, strict=True) if is_wanted}
@@ -197,10 +212,11 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
             result = function.forward(inputs, masks, trainable, state)
             results.append(result)
             fetch = _save(one_pass, index, region, body, inputs, result)
-            _note_replay(one_pass, body, _Replay(body.outputs, function, fetch, masks, trainable, state))
+            rerun = _Rerun(body.outputs, function, fetch, masks, trainable, state)
+            one_pass.note(rerun)
         names = [name for name, y in zip(body.outputs, result.outputs, strict=True) if _is_float(y)]
         losses = [_loss_name(index, place) for place in range(len(result.losses))]
-        backward = _Backward(one_pass, index, function, fetch, masks, trainable, state, wanted, list(sources))
+        backward = _Backward(one_pass, index, rerun, wanted, list(sources))
         passed_on = [tf.identity(sources[name]) for name in threaded]
         outputs = [*(y for y in result.outputs if _is_float(y)), *result.losses, *passed_on]
         return outputs, lambda *upstream: backward.run(names, losses, threaded, upstream)
@@ -221,11 +237,7 @@ class _Backward:
 
     one_pass: _Pass
     index: int
-    function: RegionFunction
-    fetch: Callable[[Any], tuple[list[Any], list[Any]]]
-    masks: list[Any]
-    trainable: list[Any]
-    state: list[Any]
+    rerun: "_Rerun"
     wanted: list[bool]
     sources: list[str]
     """The inputs whose gradient is wanted."""
@@ -238,15 +250,16 @@ class _Backward:
         gate = next(g for g in real if g is not None)
         if self.one_pass.mode != EAGER:  # eager steps run in order, and a gate would only keep its tensor alive
             self.one_pass.started[self.index] = gate
-        inputs, inside = self.fetch(gate)
+        rerun = self.rerun
+        inputs, inside = rerun.fetch(gate)
         of_outputs, of_losses = real[: len(outputs)], real[len(outputs) : len(outputs) + len(losses)]
         seeds = dict(zip(threaded, real[len(outputs) + len(losses) :], strict=True))
-        for_sources, for_trainable = self.function.backward(
+        for_sources, for_trainable = rerun.function.backward(
             inputs,
-            self.masks,
+            rerun.masks,
             inside,
-            self.trainable,
-            self.state,
+            rerun.trainable,
+            rerun.state,
             of_outputs,
             of_losses,
             self.wanted,
@@ -257,26 +270,23 @@ class _Backward:
 
 
 @dataclass(frozen=True, eq=False)
-class _Replay:
-    """A region's forward pass, ready to run again for tensors that wait nowhere."""
+class _Rerun:
+    """What a region is run again with: for its own gradient, or for tensors that wait nowhere."""
 
     names: tuple[str, ...]
+    """Its outputs."""
     function: RegionFunction
     fetch: Callable[[Any], tuple[list[Any], list[Any]]]
     masks: list[Any]
     trainable: list[Any]
     state: list[Any]
 
-    def run(self, gate: Any) -> dict[str, Any]:
-        """The region's outputs by name, made once the tensor `gate` exists."""
+    def forward(self, gate: Any) -> dict[str, Any]:
+        """The region's outputs by name, made again once the tensor `gate` exists."""
         inputs, _ = self.fetch(gate)
         with tf.control_dependencies([gate]):
             result = self.function.forward(inputs, self.masks, self.trainable, self.state)
         return dict(zip(self.names, result.outputs, strict=True))
-
-
-def _note_replay(one_pass: _Pass, body: RegionBody, replay: _Replay) -> None:
-    one_pass.replays.update((name, replay) for name in body.outputs if name in one_pass.recomputed)
 
 
 def _save(
@@ -306,12 +316,12 @@ def _save(
         def back(name: str) -> Any:
             if name in replays:
                 if name not in again:
-                    again.update(replays[name].run(gate))
+                    again.update(replays[name].forward(gate))
                 return again[name]
             if name not in in_tier:
                 return stored[name]
             after = started.get(places[name].prefetch_at, gate)
-            return TIERS[places[name].tier].get(stored[name], after)
+            return one_pass.fetch(places[name].tier, name, stored[name], after)
 
         return [back(name) for name in names_inputs], [back(name) for name in names_inside]
 

@@ -16,7 +16,6 @@ import tensorflow as tf
 from keras_sn import keras_internals
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES, LayerCall, LayerGraph, TensorSpec
-from keras_sn.in_place import hands_gradient_on
 from keras_sn.op_costs import key_of_arguments
 from keras_sn.order import few_alive
 from keras_sn.rules import traits_of
@@ -296,6 +295,6 @@ def _layer_call(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) 
         internal_bytes=traits.internal_bytes,
         fused_internal_bytes=traits.fused_internal_bytes,
         draws=traits.draws,
-        gradient_in_place=hands_gradient_on(call.operation),
+        gradient_in_place=traits.gradient_in_place,
         weight_bytes=sum(prod(w.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(w.dtype)] for w in weights),
     )

@@ -29,6 +29,8 @@ class LayerTraits:
 
     Recomputing it costs no launch and no traffic of its own.
     """
+    gradient_in_place: bool = False
+    """The gradient of the input takes the place of the gradient of the output, in the same memory."""
     is_convolution: bool = False
     """Its arithmetic runs at the device's convolution rate, not at its matrix rate."""
 

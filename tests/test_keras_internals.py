@@ -164,3 +164,13 @@ def test_the_graph_of_a_called_function_is_found():
     outer = tf.function(lambda x: inner(x), autograph=False).get_concrete_function(tf.TensorSpec((2,)))
     calls = [one for one in outer.graph.get_operations() if "PartitionedCall" in one.type]
     assert [one.type for one in keras_internals.graph_of_function(calls[0], "f").get_operations()].count("Tanh") == 1
+
+
+def test_each_compile_leaves_another_record(model):
+    assert keras_internals.compilation(keras.Sequential()) is None
+    model.compile("sgd", "mse", jit_compile=False)
+    first = keras_internals.compilation(model)
+    assert keras_internals.compilation(model) is first
+    assert keras_internals.asked_for_jit(model) is False
+    model.compile("sgd", "mse", jit_compile=False)
+    assert keras_internals.compilation(model) is not first

@@ -6,7 +6,6 @@ relative. Every point is real training steps in a process of its own. Out: a tab
 
 import argparse
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from keras_sn.benchmarks import measure
+from keras_sn.benchmarks.reports import head, new_figure
 from keras_sn.benchmarks.search import FULL, SMALL, Search, Setting
 from keras_sn.errors import KerasSNError
 from keras_sn.sizes import format_bytes, parse_bytes
@@ -44,8 +44,7 @@ def _write(search: Search) -> dict[str, Any]:
     """Writes `depth.json`; returns what is in it."""
     deepest = {engine: search.setting.depth(n3) if n3 else None for engine, n3 in search.deepest.items()}
     options = {name: value for name, value in vars(search.options).items() if name != "out"}
-    head = {"benchmark": "depth", "date": datetime.now(UTC).isoformat(timespec="seconds")} | measure.provenance()
-    report = head | {"options": options, "deepest": deepest, "failures": search.failures, "points": search.points}
+    report = head("depth") | {"options": options, "deepest": deepest, "failures": search.failures, "points": search.points}
     (search.options.out / "depth.json").write_text(json.dumps(report, indent=1) + "\n")
     return report
 
@@ -56,14 +55,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     Raises:
         KerasSNError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise KerasSNError(
-            f"{path.name} is not drawn, because matplotlib is not installed. Run `pip install 'keras-sn[plots]'`. "
-            f"Received: {error}"
-        ) from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(path, (8, 5))
     axes = figure.subplots()
     for engine in report["options"]["engines"]:
         points = [p for p in report["points"] if p["engine"] == engine and p["peak_bytes"] is not None]

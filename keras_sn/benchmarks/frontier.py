@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from keras_sn.benchmarks.networks import NETWORKS
+from keras_sn.benchmarks.reports import head, new_figure
 from keras_sn.cost import ON_GPU
 from keras_sn.errors import BudgetError, KerasSNError
 from keras_sn.graph import DTYPE_BYTES, LayerGraph
@@ -151,8 +151,7 @@ def _nbytes(weights: Sequence[keras.Variable]) -> int:
 
 def collect(cases: dict[str, Case], *, compiled: bool, console: Console, shares: Sequence[float] = SHARES) -> dict[str, Any]:
     """Plans every network with every policy; returns the report."""
-    head = {"benchmark": "frontier", "date": datetime.now(UTC).isoformat(timespec="seconds"), "compiled": compiled}
-    report = head | {"cost_model": asdict(ON_GPU), "networks": {}, "rows": []}
+    report = head("frontier") | {"compiled": compiled, "cost_model": asdict(ON_GPU), "networks": {}, "rows": []}
     columns = (
         TextColumn("{task.description:>14}"),
         BarColumn(20),
@@ -178,16 +177,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
     Raises:
         KerasSNError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise KerasSNError(
-            f"{path.name} is not drawn, because matplotlib is not installed. Run `pip install 'keras-sn[plots]'`. "
-            f"Received: {error}"
-        ) from error
     names = list(report["networks"])
     lines = -(-len(names) // 3)
-    figure = Figure(figsize=(16, 1.5 + 4.5 * lines), layout="constrained")
+    figure = new_figure(path, (16, 1.5 + 4.5 * lines))
     panels = figure.subplots(lines, min(3, len(names)), squeeze=False, sharex=True, sharey=True).ravel()
     for axes, name in zip(panels, names, strict=False):
         _draw(axes, report["networks"][name], [row for row in report["rows"] if row["network"] == name])

@@ -22,7 +22,6 @@ import ctypes
 import gc
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -41,6 +40,7 @@ import tensorflow as tf
 import keras_sn
 from keras_sn import device
 from keras_sn.benchmarks import networks
+from keras_sn.benchmarks.reports import provenance
 from keras_sn.errors import KerasSNError
 from keras_sn.policies import POLICIES
 
@@ -217,27 +217,6 @@ def give_memory_back() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def provenance() -> Row:
-    """Where a figure comes from: device, versions and commit."""
-    gpus = tf.config.list_physical_devices("GPU")
-    name = tf.config.experimental.get_device_details(gpus[0]).get("device_name") if gpus else _cpu_name()
-    versions = {"keras_sn": keras_sn.__version__, "keras": keras.__version__, "tensorflow": tf.__version__}
-    versions["python"] = platform.python_version()
-    git = ["git", "-C", str(_PACKAGE), "rev-parse", "--verify", "HEAD"]
-    commit = None
-    with suppress(OSError, subprocess.SubprocessError):
-        commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    return {"device": name, "cpus": os.cpu_count(), "versions": versions, "commit": commit}
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def main(argv: list[str]) -> int:

@@ -9,10 +9,8 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import tensorflow as tf
 from rich.console import Console
@@ -21,6 +19,7 @@ from rich.table import Table
 
 from keras_sn.benchmarks import measure, networks
 from keras_sn.benchmarks.measure import Configuration, Row
+from keras_sn.benchmarks.reports import head
 from keras_sn.errors import KerasSNError
 from keras_sn.sizes import format_bytes
 
@@ -145,12 +144,8 @@ def main(argv: list[str]) -> int:
     console = Console()
     title = f"{options.network}, {options.image} px, batch {options.batch}, {options.dtype}"
     console.print(table(rows, title))
-    report: dict[str, Any] = {
-        "benchmark": "step",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "rows": rows,
-    }
+    report = head("step") | {"rows": rows}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "step.json").write_text(json.dumps(report | measure.provenance(), indent=1) + "\n")
+    (options.out / "step.json").write_text(json.dumps(report, indent=1) + "\n")
     console.print(f"Written: {options.out / 'step.json'}", highlight=False)
     return 0 if all(row["fits"] for row in rows) else 1
