@@ -9,11 +9,12 @@ import pytest
 from rich.progress import Progress
 
 from keras_sn.benchmarks import __main__ as command_line
-from keras_sn.benchmarks import depth, measure, networks, step
+from keras_sn.benchmarks import depth, measure, networks, predictions, step
 from keras_sn.benchmarks.measure import Configuration
 from keras_sn.benchmarks.search import SMALL, Search, find_deepest
 
-TINY = Configuration(engine="keras-graph", blocks=(1, 1, 1, 1), batch_size=4, image_size=32, width=4)
+TINY_RESNET = {"blocks": (1, 1, 1, 1), "image_size": 32, "width": 4, "classes": 10}
+TINY = Configuration(engine="keras-graph", network="resnet", arguments=TINY_RESNET, batch_size=4)
 
 
 def exactly(deepest, too_deep):
@@ -51,11 +52,11 @@ def invented(limits):
 
     def run(configuration, timeout):
         limit = limits[configuration.engine]
-        row = {"engine": configuration.engine, "depth": configuration.depth, "reason": "", "first_step_seconds": 1.0}
+        row = {"engine": configuration.engine, "depth": configuration.row()["depth"], "reason": "", "first_step_seconds": 1.0}
         if limit is None:
             return row | {"fits": None, "reason": "Traceback\nValueError: broken", "peak_bytes": None}
-        peak_bytes = configuration.memory_bytes * configuration.depth // limit
-        return row | {"fits": configuration.depth <= limit, "peak_bytes": peak_bytes, "seconds_per_step": 0.5}
+        peak_bytes = configuration.memory_bytes * configuration.row()["depth"] // limit
+        return row | {"fits": configuration.row()["depth"] <= limit, "peak_bytes": peak_bytes, "seconds_per_step": 0.5}
 
     return run
 
@@ -97,6 +98,8 @@ def test_depth_writes_its_files(tmp_path, monkeypatch, capsys):
         (["depth", "--max-depth", "3"], "Received: --max-depth 3"),
         (["step", "--engines", "torch"], "Received: 'torch'"),
         (["step", "--steps", "1"], "Received: --steps 1"),
+        (["predictions", "--shares", "1.5"], "Received: {"),
+        (["predictions", "--networks", "lenet"], "invalid choice: 'lenet'"),
     ],
 )
 def test_bad_arguments_are_refused(argv, message, capsys):
@@ -114,7 +117,7 @@ def test_step_compares_with_the_first_engine():
         return row | {"seconds_per_step": seconds, "first_step_seconds": 2.0}
 
     engines = ("keras-graph", "recompute")
-    configurations = {e: Configuration(engine=e, blocks=(1, 1, 1, 1), batch_size=1, image_size=8, width=1) for e in engines}
+    configurations = {e: Configuration(engine=e, network="resnet", arguments=TINY_RESNET, batch_size=1) for e in engines}
     rows = step.measure_engines(configurations, 3, has_gpu=False, run=run)
     assert [row["seconds_per_step"] for row in rows] == [1.0, 0.8]
     assert [len(row["rounds"]) for row in rows] == [3, 3]
@@ -123,10 +126,34 @@ def test_step_compares_with_the_first_engine():
     assert cells[4] == ["1.00", "1.25"]
 
 
+@pytest.mark.parametrize(("has_gpu", "budget", "errors"), [(False, 250, (-0.4, -0.2)), (True, 250, (-0.2, 0.0))])
+def test_predictions_are_compared_with_what_was_measured(has_gpu, budget, errors):
+    def run(configuration):
+        is_plain = configuration.budget_bytes is None
+        assert configuration.engine.endswith("-xla") == has_gpu
+        return configuration.row() | {
+            "fits": True,
+            "peak_bytes": 500 if is_plain else 250,
+            "planned_peak_bytes": 400 if is_plain else 250 if has_gpu else 300,
+            "reserved_bytes": 100 if not has_gpu else 0,
+            "seconds_per_step": 1.0,
+            "planned_seconds": 0.9,
+        }
+
+    compared = predictions.Comparison((1.0, 0.5), has_gpu=has_gpu, steps=2, jobs=2, run=run)
+    plain, planned = compared.rows([predictions.Case("vit", 2)])
+    assert (plain["engine"].removesuffix("-xla"), planned["engine"].removesuffix("-xla")) == ("none", "auto")
+    assert planned["budget_bytes"] == budget
+    assert (plain["error_of_bytes"], planned["error_of_bytes"]) == pytest.approx(errors)
+    shown = predictions.table([plain, planned], "title", has_gpu=has_gpu)
+    assert len(shown.columns) == (8 if has_gpu else 5)
+    assert next(iter(shown.columns[4].cells)) == f"{errors[0]:+.1%}"
+
+
 def test_the_networks_are_resnets():
-    assert networks.depth(*networks.RESNET_50) == 50
-    assert networks.depth(*networks.RESNET_122) == 122
-    model = networks.resnet(*networks.RESNET_50)
+    assert networks.depth(networks.RESNET_50) == 50
+    assert networks.depth(networks.RESNET_122) == 122
+    model = networks.resnet(networks.RESNET_50)
     assert sum(prod(weight.shape) for weight in model.trainable_weights) == 25_557_032  # as torchvision's
     assert model.get_layer("stage2_block3_conv1").filters == 128
     assert model.output.shape == (None, 1000)
@@ -135,7 +162,7 @@ def test_the_networks_are_resnets():
 def test_one_real_point():
     row = measure.run(TINY, timeout=120)
     assert row["fits"] is True, row
-    assert (row["depth"], row["batch_size"], row["image_size"]) == (14, 4, 32)
+    assert (row["depth"], row["batch_size"], row["arguments"]["image_size"]) == (14, 4, 32)
     assert 10_000 < row["peak_bytes"] < 2**26 < row["resting_bytes"]
     assert len(row["losses"]) == 2
     assert row["versions"]["tensorflow"]

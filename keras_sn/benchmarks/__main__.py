@@ -1,4 +1,4 @@
-"""`python -m keras_sn.benchmarks demo | depth | step | paper | frontier`: each module has its own `--help`."""
+"""`python -m keras_sn.benchmarks demo | depth | step | predictions | paper | frontier`: each module has its own `--help`."""
 
 import argparse
 import importlib
@@ -8,6 +8,7 @@ BENCHMARKS = {
     "demo": "the depth comparison, then a training on real images beside plain Keras",
     "depth": "the deepest ResNet that trains under a memory cap, plain TensorFlow and every policy",
     "step": "memory and speed of a training step, side by side",
+    "predictions": "planned and measured memory and seconds, for networks and budgets",
     "paper": "the published numbers of SuperNeurons, beside ours",
     "frontier": "planned memory against planned time, for six networks and every policy",
 }

@@ -1,7 +1,7 @@
 """One configuration, measured in a process of its own: `run(configuration)` starts it and returns its row.
 
-The worker (`python -m keras_sn.benchmarks.measure '{"engine": …}'`) builds a ResNet, caps the memory, runs real
-training steps on random images through `train_on_batch`, and prints one line of JSON.
+The worker (`python -m keras_sn.benchmarks.measure '{"engine": …}'`) builds a network, caps the memory, runs real
+training steps on random data through `train_on_batch`, and prints one line of JSON.
 
 Note: [Memory]
 On a GPU the cap is a logical device of that size, `peak_bytes` the allocator's peak since the process started, and a
@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,22 +62,25 @@ class Configuration:
 
     `"auto@0.4"`: `"auto"`, with a budget of 0.4 of the activations that plain Keras is planned to hold, and what is reserved.
     """
-    blocks: tuple[int, int, int, int]
+    network: str
+    """A name in `networks.NETWORKS`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the network's builder."""
     batch_size: int
-    image_size: int
-    width: int
-    classes: int = 10
     dtype: str = "float32"
     memory_bytes: int | None = None
     """The cap."""
+    budget_bytes: int | None = None
+    """Of `SNModel`; None: the cap."""
     steps: int = 2
     """Training steps, at least two: the first is traced and compiled."""
     purpose: str = "memory"
     """`"memory"` or, without a GPU, `"speed"`. See Note: [Memory]."""
 
-    @property
-    def depth(self) -> int:
-        return networks.depth(*self.blocks)
+    def row(self) -> Row:
+        """The configuration as a row begins; ResNets with their depth."""
+        blocks = self.arguments.get("blocks")
+        return asdict(self) | ({"depth": networks.depth(blocks)} if blocks else {})
 
 
 def check_engines(engines: Sequence[str]) -> None:
@@ -102,7 +105,7 @@ def run(configuration: Configuration, timeout: float | None = None) -> Row:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     if configuration.purpose == "memory":
         environment |= MEMORY_ENVIRONMENT
-    row = asdict(configuration) | {"depth": configuration.depth, "fits": None, "peak_bytes": None}
+    row = configuration.row() | {"fits": None, "peak_bytes": None}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -120,13 +123,13 @@ def measure(configuration: Configuration) -> Row:
 
     Returns:
         The configuration with `depth`, `fits`, `reason` (why it does not fit), `peak_bytes`, `resting_bytes`,
-        `planned_peak_bytes`, `seconds_per_step` (median of the steps after the first), `first_step_seconds`, `losses`,
+        what the plan says, `seconds_per_step` (median of the steps after the first), `first_step_seconds`, `losses`,
         `device`, `cpus`, `versions` and `commit`.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if gpus and configuration.memory_bytes is not None:
         device.configure_gpu(memory_limit=configuration.memory_bytes)
-    row: Row = asdict(configuration) | {"depth": configuration.depth, "fits": False, "reason": ""} | provenance()
+    row: Row = configuration.row() | {"fits": False, "reason": ""} | provenance()
     try:
         model = _build(configuration)
         figures = _train(model, configuration)
@@ -136,11 +139,16 @@ def measure(configuration: Configuration) -> Row:
             raise
         return row | {"reason": text.splitlines()[0] if text else type(error).__name__, "peak_bytes": None}
     plan = getattr(model, "plan", None)
-    row |= figures | {"planned_peak_bytes": plan.planned_peak_bytes if plan else None}
+    row |= figures | (_of_plan(plan) if plan else {})
     if gpus:
         return row | {"fits": True, "peak_bytes": device.measured_peak_bytes()}
     cap_bytes = configuration.memory_bytes
     return row | {"fits": cap_bytes is None or figures["peak_bytes"] <= cap_bytes}
+
+
+def _of_plan(plan: keras_sn.Plan) -> Row:
+    names = ("planned_peak_bytes", "plain_peak_bytes", "reserved_bytes", "planned_seconds", "plain_seconds", "offloaded_bytes")
+    return {name: getattr(plan, name) for name in names}
 
 
 def _is_out_of_memory(text: str) -> bool:
@@ -151,21 +159,16 @@ def _build(configuration: Configuration) -> keras.Model:
     """The compiled model, with all its variables."""
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(configuration.dtype)
-    is_xla = configuration.engine.endswith("-xla")
-    model = networks.resnet(
-        *configuration.blocks,
-        image_size=configuration.image_size,
-        classes=configuration.classes,
-        width=configuration.width,
-        # `keras.Model` finds its layers by recursion; `SNModel` sees to that itself.
-        model_class=keras.Model if configuration.engine.startswith("keras-") else keras_sn.SNModel,
-    )
-    if not configuration.engine.startswith("keras-"):
+    is_plain = configuration.engine.startswith("keras-")
+    # `keras.Model` finds its layers by recursion; `SNModel` sees to that itself.
+    model_class = keras.Model if is_plain else keras_sn.SNModel
+    model = networks.NETWORKS[configuration.network](**configuration.arguments, model_class=model_class)
+    if not is_plain:
         model = _planned(model, configuration)
     model.compile(
         optimizer=_optimizer(),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile=is_xla,
+        jit_compile=configuration.engine.endswith("-xla"),
     )
     model.optimizer.build(model.trainable_variables)
     return model
@@ -178,7 +181,7 @@ def _optimizer() -> keras.optimizers.Optimizer:
 def _planned(model: Any, configuration: Configuration) -> keras_sn.SNModel:
     """The model with the engine's policy and budget."""
     policy = configuration.engine.removesuffix("-xla")
-    budget_bytes = configuration.memory_bytes if policy == "auto" else None
+    budget_bytes = configuration.budget_bytes or (configuration.memory_bytes if policy == "auto" else None)
     if share := _AUTO_SHARE.fullmatch(configuration.engine):
         policy = "auto"
         reference = keras_sn.SNModel.from_model(model, policy="none")
@@ -189,17 +192,14 @@ def _planned(model: Any, configuration: Configuration) -> keras_sn.SNModel:
 
 
 def _train(model: keras.Model, configuration: Configuration) -> Row:
-    random = np.random.default_rng(0)
-    shape = (configuration.batch_size, configuration.image_size, configuration.image_size, 3)
-    images = tf.constant(random.normal(size=shape), dtype="float32")
-    labels = tf.constant(random.integers(configuration.classes, size=configuration.batch_size))
+    x, y = _random_batch(model, configuration.batch_size)
     losses, seconds, residents = [], [], []
     for _ in range(configuration.steps):
         if configuration.purpose == "memory":
             give_memory_back()
         with device.ResidentPeak() as resident:
             start = time.perf_counter()
-            losses.append(float(model.train_on_batch(images, labels, return_dict=True)["loss"]))
+            losses.append(float(model.train_on_batch(x, y, return_dict=True)["loss"]))
             seconds.append(time.perf_counter() - start)
         residents.append(resident)
     highest = max(residents[1:], key=lambda resident: resident.peak_bytes)
@@ -210,6 +210,18 @@ def _train(model: keras.Model, configuration: Configuration) -> Row:
         "first_step_seconds": seconds[0],
         "losses": losses,
     }
+
+
+def _random_batch(model: keras.Model, batch_size: int) -> tuple[Any, Any]:
+    """Images or tokens (of 0 and 1, which every vocabulary has), and labels."""
+    random = np.random.default_rng(0)
+    inputs = {}
+    for spec in model.inputs:
+        shape, is_tokens = (batch_size, *spec.shape[1:]), spec.dtype.startswith("int")
+        inputs[spec.name] = tf.constant(random.integers(2, size=shape) if is_tokens else random.normal(size=shape), spec.dtype)
+    classes = model.output.shape[-1]
+    labels = tf.constant(random.integers(classes, size=(batch_size, *model.output.shape[1:-1])), "int32")
+    return keras.tree.pack_sequence_as(model.input, list(inputs.values())), labels
 
 
 def give_memory_back() -> None:

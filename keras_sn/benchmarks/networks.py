@@ -4,7 +4,7 @@ The family is He et al. 2016 (ResNet v1, bottleneck blocks) as Wang et al. 2018 
 and the others stay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -19,16 +19,13 @@ RESNET_152 = (3, 8, 36, 3)
 RESNET_122 = (3, 12, 22, 3)
 
 
-def depth(n1: int, n2: int, n3: int, n4: int) -> int:
+def depth(blocks: Sequence[int]) -> int:
     """Layers with weights as He et al. count them: three a block, the stem and the classifier."""
-    return 3 * (n1 + n2 + n3 + n4) + 2
+    return 3 * sum(blocks) + 2
 
 
 def resnet(
-    n1: int,
-    n2: int,
-    n3: int,
-    n4: int,
+    blocks: Sequence[int],
     *,
     image_size: int = 224,
     classes: int = 1000,
@@ -39,7 +36,7 @@ def resnet(
     """Builds a bottleneck ResNet that returns logits.
 
     Args:
-        n1: Blocks of stage 1; `n2`, `n3` and `n4` likewise.
+        blocks: The number of blocks of each stage.
         image_size: Height and width of the RGB images, in pixels.
         classes: Number of classes.
         width: Channels of the stem; stage `k` has `width * 2**(k - 1)` inside its blocks, four times that between them.
@@ -53,8 +50,8 @@ def resnet(
     x = layers.Conv2D(width, 7, strides=2, padding="same", use_bias=False, name="stem_conv")(images)
     x = layers.ReLU(name="stem_relu")(_normalize(x, "stem_bn"))
     x = layers.MaxPooling2D(3, 2, padding="same", name="stem_pool")(x)
-    for stage, blocks in enumerate((n1, n2, n3, n4), start=1):
-        for block in range(1, blocks + 1):
+    for stage, count in enumerate(blocks, start=1):
+        for block in range(1, count + 1):
             is_first = block == 1
             stride = 2 if is_first and stage > 1 else 1
             name = f"stage{stage}_block{block}"
@@ -66,22 +63,22 @@ def resnet(
 
 def deep_resnet(n3: int, **arguments: Any) -> keras.Model:
     """SuperNeurons' depth benchmark: a ResNet of 6, 32, `n3` and 6 blocks. Arguments as in `resnet`."""
-    return resnet(6, 32, n3, 6, **arguments)
+    return resnet((6, 32, n3, 6), **arguments)
 
 
 def resnet50(**arguments: Any) -> keras.Model:
     """A ResNet of 50 layers. Arguments as in `resnet`."""
-    return resnet(*RESNET_50, **arguments)
+    return resnet(RESNET_50, **arguments)
 
 
 def resnet101(**arguments: Any) -> keras.Model:
     """A ResNet of 101 layers. Arguments as in `resnet`."""
-    return resnet(*RESNET_101, **arguments)
+    return resnet(RESNET_101, **arguments)
 
 
 def resnet152(**arguments: Any) -> keras.Model:
     """A ResNet of 152 layers. Arguments as in `resnet`."""
-    return resnet(*RESNET_152, **arguments)
+    return resnet(RESNET_152, **arguments)
 
 
 def _bottleneck(x: KerasTensor, channels: int, *, stride: int, has_projection: bool, name: str) -> KerasTensor:
@@ -104,6 +101,6 @@ def _normalize(x: KerasTensor, name: str) -> KerasTensor:
 
 NETWORKS: dict[str, Callable[..., keras.Model]] = {
     builder.__name__: builder
-    for builder in (alexnet, vgg16, inception_v4, resnet50, resnet101, resnet152, densenet, unet, vit, bert)
+    for builder in (alexnet, vgg16, inception_v4, resnet, resnet50, resnet101, resnet152, densenet, unet, vit, bert)
 }
-"""Each builds its network at the published size unless arguments say otherwise."""
+"""Each builds its network, at the published size unless arguments say otherwise."""

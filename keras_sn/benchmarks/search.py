@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 
 from rich.progress import Progress
 
@@ -38,7 +39,12 @@ class Setting:
         return self.blocks[0], self.blocks[1], n3, self.blocks[2]
 
     def depth(self, n3: int) -> int:
-        return networks.depth(*self.all_blocks(n3))
+        return networks.depth(self.all_blocks(n3))
+
+    def arguments(self, n3: int) -> dict[str, Any]:
+        """Of `networks.resnet`."""
+        sizes = {"image_size": self.image_size, "width": self.width, "classes": self.classes}
+        return {"blocks": self.all_blocks(n3)} | sizes
 
     def largest_n3(self, max_depth: int) -> int:
         return (max_depth - self.depth(0)) // 3
@@ -152,11 +158,9 @@ class Search:
     def _configuration(self, engine: str, n3: int) -> Configuration:
         return Configuration(
             engine=engine,
-            blocks=self.setting.all_blocks(n3),
+            network="resnet",
+            arguments=self.setting.arguments(n3),
             batch_size=self.options.batch,
-            image_size=self.setting.image_size,
-            width=self.setting.width,
-            classes=self.setting.classes,
             dtype=self.options.dtype,
             memory_bytes=self.options.memory_bytes,
         )

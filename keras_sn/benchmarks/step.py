@@ -130,11 +130,9 @@ def main(argv: list[str]) -> int:
     configurations = {
         engine: Configuration(
             engine=engine,
-            blocks=NETWORKS[options.network],
+            network="resnet",
+            arguments={"blocks": NETWORKS[options.network], "image_size": options.image, "width": options.width},
             batch_size=options.batch,
-            image_size=options.image,
-            width=options.width,
-            classes=1000,
             dtype=options.dtype,
             steps=options.steps,
         )
