@@ -109,7 +109,8 @@ class Auto:
 
     def _ever_smaller(self) -> Iterator[Candidate]:
         """Drafts for ever smaller rooms, until there are none."""
-        low, high = 0, 3 * sum(self.spans.nbytes.values()) + sum(layer.weight_bytes for layer in self.graph.layers)
+        held = sum(layer.weight_bytes + layer.internal_bytes for layer in self.graph.layers)
+        low, high = 0, 3 * sum(self.spans.nbytes.values()) + held
         for _ in range(HALVINGS):
             middle = (low + high) // 2
             tried = [self._try_out(draft, 0) for draft in self._find(middle)]

@@ -9,8 +9,8 @@ from keras_sn.cuts import runs
 from keras_sn.drafts import Draft, may_leave
 from keras_sn.graph import LayerGraph
 
-MAX_TRIALS = 180
-MAX_LOOKED_AT = 600
+MAX_TRIALS = 250
+MAX_LOOKED_AT = 1250
 """Layer calls that all trials together may look at."""
 
 

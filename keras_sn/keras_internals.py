@@ -59,15 +59,26 @@ def in_stateless_scope() -> bool:
     return backend.in_stateless_scope()
 
 
+def training_mode() -> bool | None:
+    """The mode that a layer inherits that is called now without saying its own."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    return None if context is None else context.get_value("training")
+
+
+def output_spec(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a function of tensors returns, as `KerasTensor`s; it is traced in a graph that is thrown away, and changes nothing."""
+    return backend.compute_output_spec(function, *args, **kwargs)
+
+
 @contextmanager
-def call_context(dtype: str | None) -> Iterator[None]:
-    """What surrounds the layer calls inside `Model.__call__`: `training=True`, autocast, and an entry layer.
+def call_context(dtype: str | None, training: bool | None = True) -> Iterator[None]:
+    """What surrounds the layer calls inside `Model.__call__`: the mode, autocast, and an entry layer.
 
     Without an entry layer each layer that is called takes itself for one and clears the losses that it just added.
     """
     previous = global_state.get_global_attribute("current_call_ctx")
     context = CallContext(entry_layer=None)
-    context.set_value("training", True)
+    context.set_value("training", training)
     global_state.set_global_attribute("current_call_ctx", context)
     try:
         with backend.AutocastScope(dtype):
@@ -137,6 +148,11 @@ def would_jit(model: Any) -> bool:
 def stop_recording() -> Any:
     """No gradient tape records inside. `GradientTape.stop_recording` needs the tape, which is the caller's."""
     return record.stop_recording()
+
+
+def may_record() -> bool:
+    """Whether a tape is active, so that gradients may be asked for."""
+    return bool(record.could_possibly_record())
 
 
 def is_recorded(tensor: Any) -> bool:

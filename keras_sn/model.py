@@ -1,8 +1,10 @@
-"""The Keras face: `SNModel`, a `keras.Model` whose training calls run by a plan. Everything else is Keras' own code."""
+"""The Keras face: `SNModel`, a `keras.Model` whose training calls run by a plan. Everything else is Keras' own code.
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+What is particular to graphs of layers is in `functional`, to models with their own `call()` in `subclassed`.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -13,12 +15,12 @@ from keras_sn.batches import count_samples, first_batch
 from keras_sn.errors import PlanError, UnsupportedModelError
 from keras_sn.log import log
 from keras_sn.plan import Plan
-from keras_sn.planning import NOT_SETTLED, InForce, Shapes, has_open_axes, input_shapes
+from keras_sn.planning import NOT_SETTLED, InForce, Shapes
 from keras_sn.policies import Policy
 from keras_sn.report import MeasuredPeak, plan_line
-from keras_sn.runtime import PlanExecutor
 from keras_sn.settings import Settings
-from keras_sn.trace import check_supported
+from keras_sn.subclassed import ChildPlanner
+from keras_sn.trace import ModelTrace, check_supported
 from keras_sn.updates import GroupedUpdate, grouped_update
 
 _OWN_METHODS = ("train_step", "compute_loss", "compute_metrics", "test_step", "predict_step", "fit")
@@ -26,6 +28,9 @@ _OWN_METHODS = ("train_step", "compute_loss", "compute_metrics", "test_step", "p
 
 class SNModel(keras.Model):
     """A `keras.Model` that trains within a memory budget, with the numbers of plain Keras.
+
+    A subclass with its own `call()` takes the same arguments; there each call of a direct child layer is recomputed, offloaded or
+    kept as a whole.
 
     ```python
     model = keras_sn.SNModel(inputs, outputs, memory_budget="12GiB")
@@ -49,22 +54,31 @@ class SNModel(keras.Model):
     Raises:
         BudgetError: A budget is not a size.
         PlanError: The policy is unknown, or `plan` is none.
-        UnsupportedModelError: The model is not built from `inputs` and `outputs`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any):
         if cls is SNModel and _is_functional(args, kwargs):
-            cls = FunctionalSNModel
+            cls = _functional_class()
         return super().__new__(cls, *args, **kwargs)
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        if not _is_functional(args, kwargs):
-            raise UnsupportedModelError(
-                "This version plans functional and Sequential models only: build the model with "
-                f"`keras_sn.SNModel(inputs, outputs)`. Received: {type(self).__name__}() without inputs and outputs"
-            )
-        _put_functional_under(type(self))
-        FunctionalSNModel.__init__(self, *args, **kwargs)
+    def __init__(
+        self,
+        *args: Any,
+        memory_budget: int | str | None = None,
+        host_budget: int | str | None = None,
+        policy: Policy | None = None,
+        plan: Plan | str | None = None,
+        **kwargs: Any,
+    ):
+        given = {"memory_budget": memory_budget, "host_budget": host_budget, "policy": policy, "plan": plan}
+        if _is_functional(args, kwargs):
+            _put_functional_under(type(self))
+            _functional_class().__init__(self, *args, **given, **kwargs)
+            return
+        super().__init__(*args, **kwargs)
+        self.settings = Settings(**given | {"policy": "auto" if policy is None else policy})
+        self._now = InForce()
+        self._children = ChildPlanner(self)
 
     @classmethod
     def from_model(
@@ -103,29 +117,6 @@ class SNModel(keras.Model):
         converted.dtype_policy = model.dtype_policy
         return converted
 
-
-class FunctionalSNModel(SNModel, keras_internals.Functional):
-    """What `SNModel(inputs, outputs)` makes. `SNModel` itself keeps its bases, so that other models can derive from it."""
-
-    def __init__(
-        self,
-        *args: Any,
-        memory_budget: int | str | None = None,
-        host_budget: int | str | None = None,
-        policy: Policy | None = None,
-        plan: Plan | str | None = None,
-        **kwargs: Any,
-    ):
-        settings = Settings(memory_budget, host_budget, "auto" if policy is None else policy, plan)
-        with _deep_recursion():
-            keras_internals.Functional.__init__(self, *args, **kwargs)
-        if settings == Settings():
-            settings = _settings_of_clone(self.outputs)
-        self.settings = settings
-        self._now = InForce()
-
-    # --- planning
-
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the first training step or `build_plan`."""
@@ -136,7 +127,8 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
 
         Args:
             batch_size: Samples in a batch (of one replica under `tf.distribute`).
-            inputs: The inputs of a batch, or specifications with their shapes, for a model that leaves other axes open.
+            inputs: The inputs of a batch, or specifications with their shapes, for a model that leaves other axes open or has its
+                own `call()`.
 
         Returns:
             The plan.
@@ -146,14 +138,14 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
             PlanError: The policy names an unknown layer, or the given plan is illegal.
             UnsupportedModelError: A layer or tensor cannot be planned.
         """
-        return self._plan_shapes(input_shapes(self, batch_size, inputs))
+        return self._plan_shapes(self._signature(batch_size, inputs))
 
     def _plan_shapes(self, shapes: Shapes) -> Plan:
         if self.compiled and self.optimizer is not None:
             with self.distribute_strategy.scope():
                 keras_internals.build_optimizer(self.optimizer, self.trainable_variables)
         now = self._now
-        planned = now.plan_for(self, self.settings, shapes, compiled=self._wants_jit())
+        planned = now.plan_for(self, self.settings, shapes, lambda: self._trace(shapes), compiled=self._wants_jit())
         now.settled_for = keras_internals.compilation(self)
         if planned is not now.planned:
             now.planned, now.executor, self.train_function = planned, None, None
@@ -177,45 +169,38 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
 
     def _plan_for_batch(self, inputs: Any, replicas: int = 1) -> None:
         size = -(-count_samples(inputs) // replicas)
-        self._planned_for(input_shapes(self, size, inputs))
+        self._planned_for(self._signature(size, inputs))
 
-    def _executor_in_force(self) -> PlanExecutor:
-        autocast_dtype = self.compute_dtype if self.compute_dtype != self.variable_dtype else None
-        jit = self._now.region_jit if self._now.region_jit is not None else self._wants_jit()
-        return self._now.executor_for(jit=jit, autocast_dtype=autocast_dtype)
+    def _region_jit(self) -> bool:
+        return self._wants_jit() if self._now.region_jit is None else self._now.region_jit
 
-    # --- the forward pass
+    # --- models with their own `call()`; graphs of layers override these
 
-    def call(self, inputs: Any, training: bool | None = None, mask: Any = None, **kwargs: Any) -> Any:
-        if not self._runs_by_plan(inputs, training):
-            return super().call(inputs, training=training, mask=mask, **kwargs)
-        flat = keras_internals.standardize_inputs(self, inputs)
-        for x, its_mask in zip(flat, [None] * len(flat) if mask is None else keras.tree.flatten(mask), strict=True):
-            if its_mask is not None:
-                keras_internals.set_mask(x, its_mask)
-        if self._planned_for(_shapes(self.inputs, flat)).is_plain:
-            return super().call(inputs, training=training, mask=mask, **kwargs)
-        result = self._executor_in_force().run(flat)
-        for layer, loss in result.losses:
-            layer.add_loss(loss)
-        if self._now.waiting_updates is None:
-            _assign(result.state_updates)
-        else:
-            self._now.waiting_updates.extend(result.state_updates)
-        outputs = keras.tree.pack_sequence_as(self.output, result.outputs)
-        return outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._children_run_by_plan(args, kwargs):
+            return super().__call__(*args, **kwargs)
 
-    def _runs_by_plan(self, inputs: Any, training: bool | None) -> bool:
-        if not training or self.settings.policy == "none" or keras_internals.in_stateless_scope():
-            return False
-        return not any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten(inputs))
+    def _children_run_by_plan(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager:
+        return self._children.run_by_plan(self._now, self._planned_for, args, kwargs, jit=self._region_jit())
+
+    def _signature(self, batch_size: int, inputs: Any) -> Shapes:
+        return self._children.signature(batch_size, inputs)
+
+    def _trace(self, shapes: Shapes) -> ModelTrace:
+        return self._children.record(shapes)
+
+    def _needs_shapes(self) -> bool:
+        return True
+
+    def _region_weights(self) -> list[list[keras.Variable]]:
+        return [layer.trainable_variables for layer in self.layers]
 
     # --- the training step
 
     def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         if self.compiled and x is not None:
             self._now.settled_for = NOT_SETTLED
-            x, inputs = first_batch(x, batch_size, needs_shapes=has_open_axes(self))
+            x, inputs = first_batch(x, batch_size, needs_shapes=self._needs_shapes())
             self._plan_for_batch(inputs, self.distribute_strategy.num_replicas_in_sync)
             self._report_measured_peak(kwargs)
         return super().fit(x, y, batch_size, *args, **kwargs)
@@ -239,7 +224,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         if self._now.plan is None or self._now.plan.is_plain or (self.train_function is not None and not force):
             return super().make_train_function(force)
         outer_jit, self._now.region_jit = self.jit_compile, self._wants_jit()
-        self._now.update = GroupedUpdate([body.trainable for body in self._executor_in_force().bodies], jit=self._now.region_jit)
+        self._now.update = GroupedUpdate(self._region_weights(), jit=self._now.region_jit)
         try:
             self.jit_compile = False
             return super().make_train_function(force)
@@ -261,7 +246,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         self._now.waiting_updates = []
 
         def assign_state() -> None:
-            _assign(self._now.waiting_updates)
+            assign_all(self._now.waiting_updates)
             self._now.waiting_updates.clear()
 
         try:
@@ -272,58 +257,27 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
             self._now.waiting_updates = None
         return logs
 
-    # --- files
-
-    def get_config(self) -> dict[str, Any]:
-        config = super().get_config()
-        return config | self.settings.config() if "input_layers" in config else config
-
-    def _run_through_graph(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = super()._run_through_graph(inputs, *args, **kwargs)
-        if "call_fn" in kwargs:
-            # `clone_model` gives this argument with symbolic inputs, and makes the clone of these tensors and a name.
-            for tensor in keras.tree.flatten(outputs):
-                if isinstance(tensor, keras.KerasTensor):
-                    tensor._keras_sn_settings = self.settings
-        return outputs
-
-
-def _settings_of_clone(outputs: list[Any]) -> Settings:
-    return next((tensor._keras_sn_settings for tensor in outputs if hasattr(tensor, "_keras_sn_settings")), Settings())
-
 
 def _is_functional(args: tuple, kwargs: Mapping[str, Any]) -> bool:
     return len(args) >= 2 or (len(args) == 1 and "outputs" in kwargs) or {"inputs", "outputs"} <= kwargs.keys()
 
 
+def _functional_class() -> type:
+    from keras_sn.functional import FunctionalSNModel  # here, because it derives from `SNModel`
+
+    return FunctionalSNModel
+
+
 def _put_functional_under(cls: type) -> type:
     """Puts `FunctionalSNModel` in the place of `SNModel` among the bases of a user's class, as Keras does for its models."""
     if cls is SNModel:
-        return FunctionalSNModel
-    if issubclass(cls, SNModel) and not issubclass(cls, FunctionalSNModel):
+        return _functional_class()
+    if issubclass(cls, SNModel) and not issubclass(cls, _functional_class()):
         cls.__bases__ = tuple(_put_functional_under(base) for base in cls.__bases__)
     return cls
 
 
-def _shapes(symbolic: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[int | None, ...]]:
-    """The shapes of inputs as far as they are known; that of the symbolic input for a missing optional one."""
-    return [(None, *tensor.shape[1:]) if x is None else tuple(x.shape) for tensor, x in zip(symbolic, inputs, strict=True)]
-
-
-def _assign(updates: list[tuple[keras.Variable, Any]]) -> None:
+def assign_all(updates: Sequence[tuple[keras.Variable, Any]]) -> None:
+    """Gives variables their new values."""
     for variable, value in updates:
         variable.assign(value)
-
-
-@contextmanager
-def _deep_recursion() -> Iterator[None]:
-    """Keras finds a model's layers by recursion, two frames a layer; these are Python frames, which cost no C stack."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, 1_000_000))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
-
-
-keras.saving.register_keras_serializable(package="keras_sn", name="SNModel")(FunctionalSNModel)

@@ -7,7 +7,8 @@ from math import ceil
 from keras_sn.auto import Auto
 from keras_sn.candidates import Candidate, as_given, evaluate
 from keras_sn.cost import ON_CPU, CostModel, StepCosts
-from keras_sn.errors import BudgetError
+from keras_sn.errors import BudgetError, PlanError
+from keras_sn.fixed_cuts import choose_actions
 from keras_sn.fusion import as_compiled
 from keras_sn.graph import LayerGraph
 from keras_sn.plan import Plan, Region
@@ -112,6 +113,9 @@ def adopt_plan(
     costs = StepCosts(graph, cost_model)
     if plan.regions:
         check_regions(graph, plan.regions)
+    wide = next((region for region in plan.regions if len(region.layers) > 1), None)
+    if graph.fixed is not None and wide:
+        raise PlanError(f"Each layer call of a model with its own `call()` is a region. Received: {wide!r}")
     plain = evaluate(costs, [keep_all(graph)] if graph.layers else [], 0)
     planned = as_given(costs, _with_bytes(graph, plan.regions), plan.copy_window) if plan.regions else None
     limits = _Limits(reserved_bytes, budget_bytes, 0.0, None)
@@ -162,8 +166,15 @@ def _choose(costs: StepCosts, policy: Policy, plain: Candidate, limits: _Limits)
     graph, room_bytes = costs.graph, limits.room_bytes
     if not graph.layers or policy == "none" or (policy == "auto" and room_bytes is None):
         return None
+    if policy == "auto" and plain.peak_bytes <= (room_bytes or 0):
+        return None
+    if graph.fixed is not None:
+        chosen = choose_actions(costs, policy, room_bytes, limits.host_bytes)
+        if policy == "auto" and not chosen.fits(room_bytes or 0, limits.host_bytes):
+            raise limits.error(chosen)
+        return chosen
     if policy == "auto" and room_bytes is not None:
-        return _cheapest(costs, plain, room_bytes, limits)
+        return _cheapest(costs, room_bytes, limits)
     if policy == "recompute":
         return _least_memory(costs)
     regions = superneurons_regions(graph, room_bytes) if policy == "superneurons" else regions_of_policy(graph, policy)
@@ -176,9 +187,7 @@ def _least_memory(costs: StepCosts) -> Candidate:
     return on_device.cheapest(on_device.smallest.peak_bytes) or on_device.smallest
 
 
-def _cheapest(costs: StepCosts, plain: Candidate, room_bytes: int, limits: _Limits) -> Candidate | None:
-    if plain.peak_bytes <= room_bytes:
-        return None
+def _cheapest(costs: StepCosts, room_bytes: int, limits: _Limits) -> Candidate:
     named = []
     if len(costs.graph.layers) <= NAMED_GRAPH:
         named = [

@@ -1,6 +1,6 @@
 """The plans that a model has made, by what they depend on, and the one in force."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -13,9 +13,8 @@ from keras_sn import device, keras_internals
 from keras_sn.graph import DTYPE_BYTES, LayerGraph
 from keras_sn.plan import Plan
 from keras_sn.planner import adopt_plan, make_plan
-from keras_sn.runtime import PlanExecutor
 from keras_sn.settings import MARGIN, Settings
-from keras_sn.trace import ModelTrace, trace
+from keras_sn.trace import ModelTrace
 from keras_sn.updates import GroupedUpdate
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -34,7 +33,7 @@ class Planned:
 
     def covers(self, shapes: Sequence[Sequence[int | None]]) -> bool:
         """Whether batches of these shapes need no more memory than those that the plan was made for; None is not known."""
-        return all(
+        return len(shapes) == len(self.shapes) and all(
             size is None or size <= most
             for shape, planned in zip(shapes, self.shapes, strict=True)
             for size, most in zip(shape, planned, strict=False)
@@ -51,7 +50,8 @@ class InForce:
     settled_for: Any = NOT_SETTLED
     """The compilation of the model for which the plan stands. After another `compile()`, and when `fit()` begins, it must be
     asked again whether it does, which takes a look at all variables."""
-    executor: PlanExecutor | None = None
+    executor: Any = None
+    """What runs the plan: a `PlanExecutor`, or `ChildRegions` for a model with its own `call()`."""
     executor_key: Any = None
     region_jit: bool | None = None
     """Whether the regions are compiled by XLA; None before there is a train function."""
@@ -63,22 +63,21 @@ class InForce:
     def plan(self) -> Plan | None:
         return self.planned.plan if self.planned else None
 
-    def plan_for(self, model: Any, settings: Settings, shapes: Shapes, *, compiled: bool) -> Planned:
+    def plan_for(
+        self, model: Any, settings: Settings, shapes: Shapes, make_trace: Callable[[], ModelTrace], *, compiled: bool
+    ) -> Planned:
         """The plan for batches of these shapes; made if it is the first of its kind."""
         reserved_bytes = _reserved_bytes(model)
         key = (shapes, reserved_bytes, compiled, tuple(id(v) for v in model.trainable_variables))
         if key not in self.plans:
-            traced = trace(model, shapes[0][0] if shapes and shapes[0] else 1, shapes)
+            traced = make_trace()
             self.plans[key] = Planned(_plan(traced.graph, settings, reserved_bytes, compiled), traced, shapes)
         return self.plans[key]
 
-    def executor_for(self, *, jit: bool, autocast_dtype: str | None) -> PlanExecutor:
+    def executor_for(self, make: Callable[[], Any], *key: Any) -> Any:
         """The executor of the plan in force; a new one after anything changed that it depends on."""
-        assert self.planned is not None
-        key = (id(self.planned), jit, autocast_dtype)
-        if self.executor is None or key != self.executor_key:
-            self.executor = PlanExecutor(self.planned.trace, self.planned.plan, jit=jit, autocast_dtype=autocast_dtype)
-            self.executor_key = key
+        if self.executor is None or self.executor_key != (id(self.planned), *key):
+            self.executor, self.executor_key = make(), (id(self.planned), *key)
         return self.executor
 
 

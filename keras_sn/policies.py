@@ -101,16 +101,9 @@ def best_cuts(graph: LayerGraph, positions: range, action: str) -> list[Region]:
 
 def _by_pattern(graph: LayerGraph, policy: Mapping[str, str]) -> list[Region]:
     names = [layer.name for layer in graph.layers]
-    for pattern in policy:
-        if not any(_matches(name, pattern) for name in names):
-            near = get_close_matches(pattern, names, n=3) or names[:3]
-            raise PlanError(
-                f"The policy names {pattern!r}, which matches no layer of the model. Layers with names like it: "
-                f"{', '.join(near)}. Received: policy={dict(policy)!r}"
-            )
-    actions = [next((policy[p] for p in policy if _matches(name, p)), "keep") for name in names]
+    actions = actions_by_pattern(names, policy)
     regions: list[Region] = []
-    for action, group in groupby(range(len(names)), key=actions.__getitem__):
+    for action, group in groupby(range(len(names)), key=lambda position: actions[names[position]]):
         positions = list(group)
         positions = range(positions[0], positions[-1] + 1)
         if action == "keep":
@@ -118,6 +111,22 @@ def _by_pattern(graph: LayerGraph, policy: Mapping[str, str]) -> list[Region]:
         else:
             regions.extend(best_cuts(graph, positions, action))
     return _consistent(one_ahead(regions))
+
+
+def actions_by_pattern(names: Sequence[str], policy: Mapping[str, str]) -> dict[str, str]:
+    """The action for each layer call, by the first pattern that matches its name; `"keep"` where none does.
+
+    Raises:
+        PlanError: A pattern matches no name.
+    """
+    for pattern in policy:
+        if not any(_matches(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, n=3) or names[:3]
+            raise PlanError(
+                f"The policy names {pattern!r}, which matches no layer of the model. Layers with names like it: "
+                f"{', '.join(near)}. Received: policy={dict(policy)!r}"
+            )
+    return {name: next((policy[p] for p in policy if _matches(name, p)), "keep") for name in names}
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.errors import UnsupportedModelError
+from keras_sn.graph import TensorSpec
 from keras_sn.structure import structure_of
 from keras_sn.trace import ModelTrace, TracedCall
 
@@ -38,13 +39,17 @@ class RegionBody:
     """The layer calls of one region with the variables and tensors that they use."""
 
     calls: tuple[TracedCall, ...]
-    inputs: tuple[str, ...]
+    input_specs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...]
     saved_inside: tuple[str, ...]
     read_later: frozenset[str]
     """Those of its inputs that later regions read, or that the model returns."""
     autocast_dtype: str | None
     """The model's compute dtype if it differs from its variables', else None."""
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.input_specs)
 
     @cached_property
     def inside_only(self) -> tuple[str, ...]:
@@ -132,7 +137,7 @@ class RegionFunction:
         mapping = list(zip([*body.trainable, *body.state], [*trainable, *state], strict=True))
         with keras_internals.without_autocast():  # else the scope would cast the values
             scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True)
-        with keras_internals.call_context(body.autocast_dtype), scope:
+        with keras_internals.call_context(body.autocast_dtype, body.calls[0].training), scope:
             for call in body.calls:
                 for name, tensor in zip(call.outputs, _run(call, tensors), strict=True):
                     tensors[name] = _with_saved_value(tensor, substitutes[name]) if name in substitutes else tensor
@@ -196,8 +201,7 @@ def _if_updated(new: Any, old: Any) -> Any:
 class RegionLibrary:
     """Region functions by structure: equal regions get the same one."""
 
-    def __init__(self, trace: ModelTrace):
-        self._trace = trace
+    def __init__(self):
         self._by_structure: dict[Any, RegionFunction] = {}
 
     def function_for(self, body: RegionBody, mode: str, *, jit: bool, inline: bool) -> RegionFunction:
@@ -213,8 +217,7 @@ class RegionLibrary:
             mode = XLA
         elif inline:
             mode = EAGER
-        specs = self._trace.graph.tensors
-        structure = structure_of(body.calls, [specs[name] for name in body.inputs], (*body.outputs, *body.saved_inside))
+        structure = structure_of(body.calls, body.input_specs, (*body.outputs, *body.saved_inside))
         key = (mode, structure if structure is not None else id(body), len(body.outputs), body.autocast_dtype)
         if key not in self._by_structure:
             self._by_structure[key] = RegionFunction(body, mode)
@@ -231,9 +234,10 @@ def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str |
         calls = trace.calls_named(region.layers)
         made = {name for call in calls for name in call.outputs}
         inputs = dict.fromkeys(name for call in calls for name in call.inputs if name not in made)
+        specs = tuple(graph.tensors[name] for name in inputs)
         end = graph.position[region.layers[-1]]
         outputs = [name for call in calls for name in call.outputs if graph.last_use.get(name, -1) > end]
         saved = tuple(one.tensor for one in region.saved if one.tensor in made)
         read_later = frozenset(name for name in inputs if graph.last_use[name] > end)
-        bodies.append(RegionBody(calls, tuple(inputs), tuple(outputs), saved, read_later, autocast_dtype))
+        bodies.append(RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype))
     return bodies

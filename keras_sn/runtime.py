@@ -27,6 +27,8 @@ class _Pass:
     mode: str
     recomputed: set[str]
     """Tensors that wait nowhere: their regions' forward passes run again."""
+    ties: bool
+    """Whether what a backward function reads is made to depend on its gradients."""
     state: dict[int, Any] = field(default_factory=dict)
     """The id of a state variable -> its value so far in this pass."""
     updated: dict[int, tuple[keras.Variable, Any]] = field(default_factory=dict)
@@ -94,12 +96,24 @@ class PlanExecutor:
         plan: A plan with regions.
         jit: Compile each region with XLA where its layers allow it.
         autocast_dtype: The model's compute dtype if it differs from its variables', else None.
+        library: The region functions that there are already, shared with other executors.
+        ties: Let what a backward function reads depend on its gradients, because XLA may compile the whole step around it and
+            would merge the recomputation with the forward pass.
     """
 
-    def __init__(self, trace: ModelTrace, plan: Plan, *, jit: bool, autocast_dtype: str | None):
-        self.trace, self.plan, self.jit = trace, plan, jit
+    def __init__(
+        self,
+        trace: ModelTrace,
+        plan: Plan,
+        *,
+        jit: bool,
+        autocast_dtype: str | None,
+        library: RegionLibrary | None = None,
+        ties: bool = False,
+    ):
+        self.trace, self.plan, self.jit, self.ties = trace, plan, jit, ties
         self.bodies = make_bodies(trace, plan.regions, autocast_dtype)
-        self.library = RegionLibrary(trace)
+        self.library = RegionLibrary() if library is None else library
         self._functions: dict[str, list[RegionFunction]] = {}
         self._recomputed = {one.tensor for region in plan.regions for one in region.saved if one.tier == RECOMPUTE}
 
@@ -118,7 +132,7 @@ class PlanExecutor:
                 self.library.function_for(body, mode, jit=self.jit, inline=not region.recompute)
                 for body, region in zip(self.bodies, self.plan.regions, strict=True)
             ]
-        one_pass = _Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode, self._recomputed)
+        one_pass = _Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode, self._recomputed, self.ties)
         for index, (region, body) in enumerate(zip(self.plan.regions, self.bodies, strict=True)):
             function = self._functions[mode][index]
             # Without waiting, the forward pass would run ahead of its copies, and all that leaves would still be on the device.
@@ -252,6 +266,8 @@ class _Backward:
             self.one_pass.started[self.index] = gate
         rerun = self.rerun
         inputs, inside = rerun.fetch(gate)
+        if self.one_pass.ties and self.one_pass.mode != EAGER:
+            inputs = [_tied(x, gate) for x in inputs]
         of_outputs, of_losses = real[: len(outputs)], real[len(outputs) : len(outputs) + len(losses)]
         seeds = dict(zip(threaded, real[len(outputs) + len(losses) :], strict=True))
         for_sources, for_trainable = rerun.function.backward(
@@ -267,6 +283,15 @@ class _Backward:
         )
         connected.update(name for name, g in zip(self.sources, for_sources, strict=True) if g is not None)
         return [*for_sources, *for_trainable]
+
+
+def _tied(tensor: Any, gate: Any) -> Any:
+    """The tensor, in a form that no compiler can compute before the gradient `gate` exists."""
+    if not _is_float(tensor):
+        return tensor
+    first = tf.reshape(gate, [-1])[:1]
+    is_there = tf.reduce_all(tf.equal(first, first))  # else it is not a number, and nothing else is
+    return tf.where(is_there, tensor, tf.cast(float("nan"), tensor.dtype))
 
 
 @dataclass(frozen=True, eq=False)

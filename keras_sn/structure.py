@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_sn.graph import TensorSpec
-from keras_sn.trace import TracedCall
+from keras_sn.trace import PlacedArguments, TracedCall
 
 _PLAIN = (str, int, float, bool, type(None))
 _BOOKKEEPING = {"name", "_name", "path", "_path", "_auto_config", "_inbound_nodes", "_outbound_nodes", "_parent_path"}
@@ -36,7 +36,7 @@ def structure_of(calls: Sequence[TracedCall], inputs: Sequence[TensorSpec], outp
         for call in calls:
             is_first = id(call.operation) not in layers
             place = layers.setdefault(id(call.operation), len(layers))
-            rows.append((place, _operation(call.operation) if is_first else None, _arguments(call, index)))
+            rows.append((place, _operation(call.operation) if is_first else None, _arguments(call, index), call.training))
             for name in call.outputs:
                 index[name] = len(index)
     except Incomparable:
@@ -121,7 +121,7 @@ def _arguments(call: TracedCall, index: dict[str, int]) -> tuple:
     places = {key: index[name] for key, name in call.bindings}
     flat = keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
     structure = repr(keras.tree.map_structure(lambda _: None, (call.arguments.args, call.arguments.kwargs)))
-    if not call.arguments.__class__.__module__.startswith("keras."):
+    if isinstance(call.arguments, PlacedArguments):
         return tuple(places.values()), structure
     rows = [("tensor", places[id(one)]) if id(one) in places else _comparable(_plain_dtype(one)) for one in flat]
     return tuple(rows), structure

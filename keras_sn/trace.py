@@ -61,6 +61,8 @@ class TracedCall:
     bindings: tuple[tuple[int, str], ...]
     """The id of each symbolic tensor in `arguments`, and the name of the tensor that takes its place."""
     outputs: tuple[str, ...]
+    training: bool | None = True
+    """The mode to call it in; None where nobody says."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -73,13 +75,13 @@ class TracedCall:
     def run(self, tensors: dict[str, Any]) -> list[Any]:
         """Calls the operation on named tensors; the outputs, flat."""
         args, kwargs = self.arguments.fill_in({key: tensors[name] for key, name in self.bindings})
-        if isinstance(self.operation, keras.Layer):
+        if isinstance(self.operation, keras.Layer) and self.training is not None:
             # A layer without such an argument passes it on to the layers that it calls.
-            kwargs["training"] = True
+            kwargs["training"] = self.training
         return keras.tree.flatten(self.operation(*args, **kwargs))
 
 
-class _Arguments:
+class PlacedArguments:
     """`TracedCall.arguments` for the two operations that flattening inserts."""
 
     def __init__(self, *keys: int):
@@ -120,7 +122,7 @@ def trace(model: Any, batch_size: int, input_shapes: Sequence[tuple[int, ...]] |
     flattening = _Flattening(model, batch_size, input_shapes)
     calls = few_alive(flattening.calls, flattening.specs, flattening.outputs)
     seen: set[int] = set()
-    layers = tuple(_layer_call(call, flattening.specs, seen) for call in calls)
+    layers = tuple(layer_call_of(call, flattening.specs, seen) for call in calls)
     graph = LayerGraph(layers, flattening.specs, tuple(flattening.inputs), tuple(flattening.outputs))
     return ModelTrace(tuple(calls), graph)
 
@@ -136,8 +138,9 @@ def check_supported(model: Any) -> None:
         )
     if keras_internals.functional_part(model) is None or not keras_internals.runs_its_graph(model):
         raise UnsupportedModelError(
-            f"Model {model.name!r} has its own `call()`, and this version plans functional and Sequential models only. Build it "
-            f"with `keras.Model(inputs, outputs)`. Received: an instance of {type(model).__name__}"
+            f"Model {model.name!r} has its own `call()`, so it cannot be converted: derive its class from `keras_sn.SNModel` "
+            "instead of `keras.Model`, or wrap its blocks in `keras_sn.layers.Recompute`. "
+            f"Received: an instance of {type(model).__name__}"
         )
     for layer in keras_internals.sublayers(model):
         if not layer.built:
@@ -239,7 +242,7 @@ class _Flattening:
         name = self._call_name(f"{path}/{type(operation).__name__}")
         self.specs[name] = replace(spec, name=name, kind="activation")
         bindings = tuple(enumerate(inputs))
-        self.calls.append(TracedCall(name, operation, _Arguments(*range(len(inputs))), bindings, (name,)))
+        self.calls.append(TracedCall(name, operation, PlacedArguments(*range(len(inputs))), bindings, (name,)))
         return name
 
     def _call_name(self, name: str) -> str:
@@ -267,8 +270,8 @@ class _Flattening:
 
 
 def _given(kwargs: dict[str, Any]) -> set[str]:
-    """Keras notes the arguments that it fills in too, with None where there is nothing."""
-    return {name for name, value in kwargs.items() if value is not None}
+    """Keras notes the arguments that it fills in too, with None where there is nothing, also inside lists and dicts."""
+    return {name for name, value in kwargs.items() if any(leaf is not None for leaf in keras.tree.flatten(value))}
 
 
 def _makes_masks(layer: Any) -> bool:
@@ -276,7 +279,14 @@ def _makes_masks(layer: Any) -> bool:
     return bool(getattr(layer, "mask_zero", False)) or type(layer).compute_mask is not keras.Layer.compute_mask
 
 
-def _layer_call(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) -> LayerCall:
+def layer_call_of(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) -> LayerCall:
+    """A layer call as the planner sees it.
+
+    Args:
+        call: The call.
+        specs: By name, the tensors that it reads and makes.
+        seen: The ids of the weights of the calls before it, which it does not count again; those of its own are added.
+    """
     inputs, outputs = [specs[name] for name in call.inputs], [specs[name] for name in call.outputs]
     key = key_of_arguments(call.arguments.args, call.arguments.kwargs)
     traits = traits_of(call.operation, inputs, outputs, call.run_on, key)

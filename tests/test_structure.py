@@ -15,7 +15,7 @@ def _functions(*layers, shape=(4,)):
     traced = trace(keras.Model(inputs, x), 2)
     plan = make_plan(traced.graph, {"*": "recompute"}, batch_size=2, reserved_bytes=0)
     one_each = [region.__class__((name,), ()) for region in plan.regions for name in region.layers]
-    library = RegionLibrary(traced)
+    library = RegionLibrary()
     for body in make_bodies(traced, one_each, None):
         library.function_for(body, FUNCTION, jit=False, inline=False)
     return len(library)
@@ -69,7 +69,7 @@ def test_constants_of_raw_operations_count():
     def functions(model):
         traced = trace(model, 2)
         region = make_plan(traced.graph, {"*": "recompute"}, batch_size=2, reserved_bytes=0).regions[0].__class__
-        library = RegionLibrary(traced)
+        library = RegionLibrary()
         for body in make_bodies(traced, [region((call.name,), ()) for call in traced.calls], None):
             library.function_for(body, FUNCTION, jit=False, inline=False)
         return len(library)

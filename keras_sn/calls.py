@@ -1,0 +1,143 @@
+"""One layer call as a region of its own, for models that are not graphs.
+
+The call is traced as a graph of one layer call and run by the same executor as a plan's regions. Calls of one layer with equal
+arguments on equal shapes have one executor; calls of equal layers share their compiled functions.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sn import keras_internals
+from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
+from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
+from keras_sn.regions import RegionLibrary
+from keras_sn.runtime import PlanExecutor
+from keras_sn.trace import ModelTrace, TracedCall
+
+_NAME = "call"
+_COMPARABLE = (str, int, float, bool, type(None), np.number, np.bool_)
+
+
+class CallArguments:
+    """The arguments of a call, with a `KerasTensor` in the place of each tensor; see `TracedCall.arguments`."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+        self.args, self.kwargs = args, kwargs
+
+    def fill_in(self, tensors: dict[int, Any]) -> tuple[tuple, dict]:
+        """The arguments with tensors again, by the id of what stands for them."""
+        return keras.tree.map_structure(lambda leaf: tensors.get(id(leaf), leaf), (self.args, self.kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class _CallExecutor:
+    executor: PlanExecutor
+    structure: Any
+    """Of the outputs."""
+
+
+class CallRunner:
+    """Runs layer calls as regions that save their inputs and recompute the rest.
+
+    Args:
+        jit: Compile the calls with XLA where their layers allow it.
+        ties: XLA may compile the whole step around them; see `PlanExecutor`.
+    """
+
+    def __init__(self, *, jit: bool, ties: bool):
+        self.jit, self.ties = jit, ties
+        self.library = RegionLibrary()
+        self._executors: dict[Hashable, _CallExecutor] = {}
+
+    def run(self, layer: Any, args: tuple, kwargs: dict[str, Any], *, training: bool | None, offload: bool) -> Any:
+        """Calls a layer.
+
+        Args:
+            layer: The layer.
+            args: Its arguments; tensors may be anywhere inside lists, tuples and dicts.
+            kwargs: Likewise, without `training`.
+            training: The mode.
+            offload: Let the inputs wait on the host.
+
+        Returns:
+            What the layer returns. Its state has been updated and its losses have been added, once.
+        """
+        call = LayerCallOnTensors(layer, args, kwargs, training)
+        key = call.key()
+        if key is None:
+            return layer(*args, **kwargs, training=training)
+        if (key, offload) not in self._executors:
+            self._executors[key, offload] = self._executor(call, offload)
+        called, tensors = self._executors[key, offload], call.tensors
+        result = called.executor.run(tensors)
+        for owner, loss in result.losses:
+            owner.add_loss(loss)
+        for variable, value in result.state_updates:
+            variable.assign(value)
+        return keras.tree.pack_sequence_as(called.structure, result.outputs)
+
+    def _executor(self, call: "LayerCallOnTensors", offload: bool) -> _CallExecutor:
+        trace, structure = call.trace()
+        saved = tuple(Saved(name, HOST if offload else DEVICE) for name in trace.graph.inputs)
+        plan = Plan("dict", 0, (Region((_NAME,), saved),), 0, 0, 0)
+        layer = call.layer
+        mixed = layer.compute_dtype if layer.compute_dtype != layer.variable_dtype else None
+        executor = PlanExecutor(trace, plan, jit=self.jit, autocast_dtype=mixed, library=self.library, ties=self.ties)
+        return _CallExecutor(executor, structure)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCallOnTensors:
+    """One call of a layer."""
+
+    layer: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    training: bool | None
+
+    @cached_property
+    def leaves(self) -> list[Any]:
+        return keras.tree.flatten((self.args, self.kwargs))
+
+    @cached_property
+    def tensors(self) -> list[Any]:
+        """The different tensors among the arguments."""
+        return list({id(leaf): leaf for leaf in self.leaves if tf.is_tensor(leaf)}.values())
+
+    def key(self) -> Hashable | None:
+        """What tells it from other calls; None if it cannot be a region, because of what its arguments are."""
+        places = {id(one): place for place, one in enumerate(self.tensors)}
+        is_dense = all(isinstance(one, tf.Tensor) for one in self.tensors)  # ragged and sparse ones have no buffer to save
+        if not places or not is_dense or not all(id(one) in places or isinstance(one, _COMPARABLE) for one in self.leaves):
+            return None
+        values = tuple(("tensor", places[id(one)]) if id(one) in places else (type(one), one) for one in self.leaves)
+        structure = repr(keras.tree.map_structure(lambda _: None, (self.args, self.kwargs)))
+        specs = tuple((tuple(one.shape), one.dtype) for one in self.tensors)
+        trainable = tuple(id(variable) for variable in self.layer.trainable_variables)
+        return id(self.layer), structure, values, specs, trainable, self.training
+
+    def traced(self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> TracedCall:
+        """The call, ready to be made again on other tensors. `inputs` are names for `tensors`."""
+        places = {id(one): keras.KerasTensor(one.shape, one.dtype.name) for one in self.tensors}
+        args, kwargs = keras.tree.map_structure(lambda leaf: places.get(id(leaf), leaf), (self.args, self.kwargs))
+        bindings = tuple((id(place), given) for place, given in zip(places.values(), inputs, strict=True))
+        return TracedCall(name, self.layer, CallArguments(args, kwargs), bindings, outputs, self.training)
+
+    def trace(self) -> tuple[ModelTrace, Any]:
+        """The call as a graph of one layer call, whose inputs are its tensors; and the structure of what it returns."""
+        inputs = tuple(f"input {number}" for number in range(len(self.tensors)))
+        arguments = self.traced(_NAME, inputs, ()).arguments
+        with keras_internals.losses_forgotten(self.layer):
+            structure = keras_internals.output_spec(self.layer, *arguments.args, **arguments.kwargs, training=self.training)
+        outputs = keras.tree.flatten(structure)
+        made = tuple(f"output {number}" for number in range(len(outputs)))
+        specs = {n: TensorSpec(n, tuple(x.shape), x.dtype.name, "input") for n, x in zip(inputs, self.tensors, strict=True)}
+        specs |= {name: TensorSpec(name, tuple(one.shape), one.dtype) for name, one in zip(made, outputs, strict=True)}
+        graph = LayerGraph((LayerCall(_NAME, type(self.layer).__name__, inputs, made),), specs, inputs, made)
+        return ModelTrace((self.traced(_NAME, inputs, made),), graph), structure

@@ -1,0 +1,104 @@
+"""What a model with its own `call()` needs to be planned and run: its inputs' shapes, a recording, its children's regions."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sn import keras_internals
+from keras_sn.batches import shape_of
+from keras_sn.children import ChildRegions, watched
+from keras_sn.errors import PlanError, UnsupportedModelError
+from keras_sn.plan import Plan
+from keras_sn.planning import InForce, Shapes
+from keras_sn.recording import record_calls
+from keras_sn.trace import ModelTrace
+
+
+class ChildPlanner:
+    """Plans and runs the calls of a model's direct child layers.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._arguments: tuple[tuple, dict[str, Any]] | None = None
+        """Of the call that was planned last, with a `KerasTensor` for each tensor."""
+
+    def signature(self, batch_size: int, inputs: Any) -> Shapes:
+        """The shapes of the inputs of a batch; builds the model if nobody has.
+
+        Raises:
+            PlanError: No inputs are given, and none were before.
+        """
+        if inputs is not None:
+            self._note(((inputs,), {}), batch_size)
+        elif self._arguments is None:
+            raise PlanError(
+                "A model with its own `call()` is planned from a batch: give `build_plan(batch_size, inputs=...)` the inputs of "
+                f"one, or specifications. Received: inputs={inputs!r}"
+            )
+        return tuple((batch_size, *shape[1:]) if shape else shape for shape in self._shapes())
+
+    def record(self, shapes: Shapes) -> ModelTrace:
+        """The layer calls of a training call on inputs of these shapes."""
+        given = iter(shapes)
+        args, kwargs = keras.tree.map_structure(
+            lambda leaf: keras.KerasTensor(next(given), leaf.dtype) if isinstance(leaf, keras.KerasTensor) else leaf,
+            self._arguments,
+        )
+        if self._model._call_has_training_arg:
+            kwargs = kwargs | {"training": True}
+        try:
+            return record_calls(self._model, args, kwargs)
+        except (tf.errors.OperatorNotAllowedInGraphError, TypeError, NotImplementedError) as error:
+            raise UnsupportedModelError(
+                f"Model {self._model.name!r} cannot be planned, because its `call()` does not run on symbolic tensors: {error}. "
+                "Use `keras.ops.cond` and `keras.ops.while_loop` for what depends on values, or `policy='none'`. "
+                f"Received: {self._model!r}"
+            ) from error
+
+    @contextmanager
+    def run_by_plan(
+        self, now: InForce, planned_for: Callable[[Any], Plan], args: tuple, kwargs: dict[str, Any], *, jit: bool
+    ) -> Iterator[None]:
+        """Inside, the calls of the model's children are regions, if a gradient may be asked for and the plan has regions."""
+        tensors = [leaf for leaf in keras.tree.flatten((args, kwargs)) if tf.is_tensor(leaf)]
+        if not tensors or keras_internals.in_stateless_scope() or not keras_internals.may_record() or not self._is_planned():
+            yield
+            return
+        rest = {name: value for name, value in kwargs.items() if name != "training"}
+        if self._arguments is None:
+            self._note((args, rest), None)
+        if planned_for([tuple(one.shape) for one in tensors]).is_plain:
+            yield
+            return
+        regions = now.executor_for(lambda: ChildRegions(now.plan, jit=jit), jit)
+        with watched(self._model.layers, regions.handler()):
+            yield
+
+    def _is_planned(self) -> bool:
+        return self._model.settings.policy != "none"
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(leaf.shape) for leaf in keras.tree.flatten(self._arguments) if isinstance(leaf, keras.KerasTensor)]
+
+    def _note(self, arguments: tuple[tuple, dict[str, Any]], batch_size: int | None) -> None:
+        def symbolic(leaf: Any) -> Any:
+            if not hasattr(leaf, "shape") and not isinstance(leaf, list):
+                return leaf
+            shape = shape_of(leaf)
+            dtype = keras.backend.standardize_dtype(getattr(leaf, "dtype", np.asarray(leaf).dtype))
+            if dtype == "float64" and not tf.is_tensor(leaf):
+                dtype = keras.config.floatx()  # as Keras' data adapters convert arrays
+            return keras.KerasTensor((batch_size or shape[0], *shape[1:]) if shape else shape, dtype)
+
+        self._arguments = keras.tree.map_structure(symbolic, arguments)
+        if not self._model.built:
+            with self._model.distribute_strategy.scope():
+                keras_internals.output_spec(self._model, *self._arguments[0], **self._arguments[1])

@@ -1,0 +1,259 @@
+"""Models with their own `call()`: each call of a direct child layer is a region, and the numbers are plain Keras'."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers as L
+from parity import MODES, assert_equal, rewriting_off
+from trained import trained_state
+
+import keras_sn
+from keras_sn.errors import BudgetError, PlanError, UnsupportedModelError
+
+rewriting_off()
+
+RANDOM = np.random.default_rng(3)
+X, Y = RANDOM.normal(size=(10, 6, 8)).astype("float32"), RANDOM.normal(size=(10, 2)).astype("float32")
+
+
+class Block(L.Layer):
+    """A residual block without a `training` argument, with dropout, a statistic and an added loss."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.up, self.down = L.Dense(4 * width, activation="gelu"), L.Dense(width)
+        self.norm, self.drop = L.BatchNormalization(), L.Dropout(0.3)
+
+    def call(self, x):
+        y = self.drop(self.down(self.up(x)))
+        self.add_loss(0.01 * keras.ops.mean(keras.ops.square(y)))
+        return self.norm(x + y)
+
+
+class Blocks:
+    """The `call()` of both models below: a shared block, a loop, raw operations between, a mask, a frozen statistic."""
+
+    def build_layers(self):
+        self.masking, self.first = L.Masking(), L.Dense(8, activity_regularizer="l2")
+        self.blocks = [Block() for _ in range(3)]
+        self.frozen = L.BatchNormalization()
+        self.recurrent = L.SimpleRNN(8, return_sequences=True)
+        self.out = L.Dense(2)
+
+    def call(self, x, training=None):
+        x = self.first(self.masking(x))
+        for _ in range(2):
+            for block in self.blocks:
+                x = 0.5 * x + block(x)
+        x = self.recurrent(self.frozen(x, training=False))
+        return self.out(keras.ops.max(x, axis=1))
+
+
+class Plain(Blocks, keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.build_layers()
+
+
+class Net(Blocks, keras_sn.SNModel):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.build_layers()
+
+
+def train(make, mode="graph", dtype="float32", **compile_arguments):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(5)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        model = make()
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], **MODES[mode] | compile_arguments)
+        x = X * (np.arange(6) < 4)[:, None]  # for the masks
+        history = model.fit(x, Y, batch_size=4, epochs=1 if mode == "xla" else 2, shuffle=False, verbose=0)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    return model, trained_state(model, history)
+
+
+DICT = {"block*": "recompute", "out": "offload"}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload", {"block*": "recompute", "dense": "offload"}, "none"], ids=str)
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_equal_to_plain_keras(policy, mode):
+    _, plain = train(Plain, mode)
+    model, trained = train(lambda: Net(policy=policy), mode)
+    assert bool(model.plan.regions) == (policy != "none")
+    assert_equal(trained, plain, exact=True)
+
+
+def test_equal_in_mixed_precision_and_in_steps_of_several():
+    _, plain = train(Plain, dtype="mixed_float16", steps_per_execution=2)
+    _, trained = train(lambda: Net(policy="recompute"), dtype="mixed_float16", steps_per_execution=2)
+    assert_equal(trained, plain, exact=True)
+
+
+def test_equal_under_xla():
+    _, plain = train(Plain, "xla")
+    _, trained = train(lambda: Net(policy="recompute"), "xla")
+    assert_equal(trained, plain, exact=False)
+
+
+def test_the_plan_names_the_calls():
+    model, _ = train(lambda: Net(policy="recompute"))
+    names = [region.layers[0] for region in model.plan.regions]
+    assert [name for name in names if name.startswith("block")] == [
+        *("block", "block_1", "block_2"),
+        *("block#2", "block_1#2", "block_2#2"),
+    ]
+    kept = {region.layers[0] for region in model.plan.regions if not region.recompute}
+    assert kept
+    assert all(name.startswith("operations") for name in kept)
+    assert "block_1#2" in str(model.plan)
+    assert all("call" not in vars(layer) for layer in model.layers)
+
+
+def test_each_recomputed_layer_runs_twice_in_a_step():
+    calls = []
+
+    class Counted(L.Dense):
+        def call(self, x, training=None):
+            calls.append(self.name)
+            return super().call(x)
+
+    class Two(keras_sn.SNModel):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.a, self.b = Counted(4, name="a"), Counted(4, name="b")
+
+        def call(self, x):
+            return self.b(self.a(x))
+
+    model = Two(policy={"a": "recompute"})
+    model.compile("sgd", "mse", run_eagerly=True)
+    x = np.ones((4, 3), "float32")
+    model.train_on_batch(x, x[:, :1])
+    calls.clear()
+    model.train_on_batch(x, x[:, :1])
+    assert calls == ["a", "b", "a"]
+    calls.clear()
+    model.predict_on_batch(x)
+    assert calls == ["a", "b"]
+
+
+def wide(**settings):
+    class Wide(keras_sn.SNModel):
+        def __init__(self):
+            super().__init__(**settings)
+            self.blocks = [Block(64) for _ in range(6)]
+
+        def call(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    keras.utils.set_random_seed(1)
+    model = Wide()
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def test_auto_fits_its_budget_with_as_little_recomputation_as_it_takes():
+    specs = tf.TensorSpec((None, 256, 64))
+    plain = wide(policy="none").build_plan(32, inputs=specs)
+    everything = wide(policy="recompute").build_plan(32, inputs=specs)
+    assert everything.planned_peak_bytes < 0.7 * plain.plain_peak_bytes
+    budget = (plain.plain_peak_bytes + everything.planned_peak_bytes) // 2
+    between = wide(memory_budget=budget).build_plan(32, inputs=specs)
+    assert between.planned_peak_bytes <= budget
+    count = sum(region.recompute for region in between.regions)
+    assert 0 < count < sum(region.recompute for region in everything.regions)
+    assert between.planned_seconds < everything.planned_seconds
+    assert wide(memory_budget=2 * plain.plain_peak_bytes).build_plan(32, inputs=specs).is_plain
+    with pytest.raises(BudgetError, match=r"No plan fits.*block.*Received"):
+        wide(memory_budget=plain.reserved_bytes + 1000).build_plan(32, inputs=specs)
+
+
+def test_other_layers_in_another_call_are_recomputed_too():
+    class Deep(keras_sn.SNModel):
+        depth = 1
+
+        def __init__(self):
+            super().__init__(policy="recompute")
+            self.blocks = [Block() for _ in range(3)]
+
+        def call(self, x):
+            for block in self.blocks[: self.depth]:
+                x = block(x)
+            return x
+
+    model = Deep()
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.train_on_batch(X, X)
+    Deep.depth = 3
+    model.train_on_batch(X, X)
+    assert all(block.built for block in model.blocks)
+
+
+def test_a_training_loop_of_ones_own():
+    def gradients(make):
+        keras.utils.set_random_seed(2)
+        model = make()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(tf.constant(X), training=True) ** 2) + sum(model.losses)
+        return tape.gradient(loss, model.trainable_variables), model
+
+    plain, _ = gradients(Plain)
+    planned, model = gradients(lambda: Net(policy="recompute"))
+    assert model.plan.regions
+    for a, b in zip(planned, plain, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_dict_inputs_and_keyword_arguments():
+    def make(base, **settings):
+        class Named(base):
+            def __init__(self):
+                super().__init__(**settings)
+                self.attention, self.block, self.out = L.MultiHeadAttention(2, 4, dropout=0.2), Block(), L.Dense(2)
+
+            def call(self, inputs, training=None):
+                y = self.attention(inputs["x"], value=inputs["x"], attention_mask=inputs["mask"])
+                return self.out(keras.ops.mean(self.block(y), axis=1))
+
+        return Named()
+
+    def train_named(base, **settings):
+        keras.utils.set_random_seed(3)
+        model = make(base, **settings)
+        model.compile("sgd", "mse", jit_compile=False)
+        inputs = {"x": X, "mask": np.ones((10, 6, 6), bool)}
+        return trained_state(model, model.fit(inputs, Y, batch_size=5, shuffle=False, verbose=0))
+
+    assert_equal(train_named(keras_sn.SNModel, policy="offload"), train_named(keras.Model), exact=True)
+
+
+def test_refusals():
+    model = wide(policy="recompute")
+    with pytest.raises(PlanError, match=r"planned from a batch.*Received: inputs=None"):
+        model.build_plan(4)
+    with pytest.raises(PlanError, match=r"needs a graph.*Received: policy='superneurons'"):
+        wide(policy="superneurons").build_plan(4, inputs=X)
+    with pytest.raises(PlanError, match=r"'bloc'.*matches no layer"):
+        wide(policy={"bloc": "recompute"}).build_plan(4, inputs=X)
+
+    class Branches(keras_sn.SNModel):
+        def call(self, x):
+            return x if float(keras.ops.sum(x)) > 0 else -x
+
+    model = Branches(policy="recompute")
+    model.compile("sgd", "mse")
+    with pytest.raises((UnsupportedModelError, TypeError), match="symbolic"):
+        model.fit(X, X, verbose=0)
+
+
+def test_a_plan_of_its_own_is_adopted():
+    specs = tf.TensorSpec((None, 16, 64))
+    plan = wide(policy="recompute").build_plan(4, inputs=specs)
+    assert wide(plan=plan).build_plan(4, inputs=specs).regions == plan.regions
