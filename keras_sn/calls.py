@@ -88,7 +88,8 @@ class CallRunner:
         plan = Plan("dict", 0, (Region((_NAME,), saved),), 0, 0, 0)
         layer = call.layer
         mixed = layer.compute_dtype if layer.compute_dtype != layer.variable_dtype else None
-        executor = PlanExecutor(trace, plan, jit=self.jit, autocast_dtype=mixed, library=self.library, ties=self.ties)
+        common = {"jit": self.jit, "library": self.library, "ties": self.ties, "owner": self}
+        executor = PlanExecutor(trace, plan, autocast_dtype=mixed, **common)
         return _CallExecutor(executor, structure)
 
 

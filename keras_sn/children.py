@@ -1,7 +1,7 @@
 """Models that are not graphs: the calls of their direct child layers, found while the model's own `call()` runs.
 
-For the time of one call of the model each child's `call` is replaced on the instance, inside Keras' own `__call__`, which has by
-then cast the arguments and filled in masks and mode. A model with a plan runs each such call as a region; one without is recorded.
+For the time of one call of the model each child's `call` is replaced on the instance, inside Keras' own `__call__`, which by then
+has cast the arguments and filled in masks and mode. With a plan each such call runs as a region; without one they are recorded.
 """
 
 import functools

@@ -3,6 +3,7 @@
 `tests/test_keras_internals.py` fails when one of them changes.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from keras.src.models.functional import Functional as Functional
 from keras.src.models.sequential import Sequential
 from tensorflow.python.eager import record
 from tensorflow.python.framework.config import is_op_determinism_enabled
+from tensorflow.python.framework.ops import gradient_registry
 
 
 def nodes_in_execution_order(model: keras.Model) -> list[Any]:
@@ -39,6 +41,11 @@ def runs_its_graph(model: keras.Model) -> bool:
     """Whether calling the model means running its graph and nothing else: neither `call` nor `__call__` is its user's."""
     known = {"keras", "keras_sn"}
     return all(getattr(type(model), name).__module__.partition(".")[0] in known for name in ("call", "__call__"))
+
+
+def calls_its_graph(model: keras.Model) -> bool:
+    """Whether the model's `call` runs its graph and nothing else; its user's `__call__` may prepare the inputs."""
+    return type(model).call.__module__.partition(".")[0] in {"keras", "keras_sn"}
 
 
 def standardize_inputs(model: Any, inputs: Any) -> list[Any]:
@@ -81,16 +88,27 @@ def call_context(dtype: str | None, training: bool | None = True) -> Iterator[No
     context.set_value("training", training)
     global_state.set_global_attribute("current_call_ctx", context)
     try:
-        with backend.AutocastScope(dtype):
+        with _autocast(dtype):
             yield
     finally:
         global_state.set_global_attribute("current_call_ctx", previous)
 
 
 @contextmanager
+def _autocast(dtype: str | None) -> Iterator[None]:
+    """As inside a model of this compute dtype; None is no scope at all: inside `AutocastScope(None)` variables say float32."""
+    previous = global_state.get_global_attribute("autocast_scope")
+    global_state.set_global_attribute("autocast_scope", None if dtype is None else backend.AutocastScope(dtype))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("autocast_scope", previous)
+
+
+@contextmanager
 def without_autocast() -> Iterator[None]:
     """Inside, `variable.value` is the variable's own value also while a mixed-precision model is being called."""
-    with backend.AutocastScope(None):
+    with _autocast(None):
         yield
 
 
@@ -120,6 +138,25 @@ def graph_of_function(operation: Any, attribute: str) -> Any:
     """The graph of a function that a TensorFlow operation calls, or None; no public name leads from a function's name there."""
     function = operation.graph._get_function(operation.get_attr(attribute).name)
     return getattr(function, "graph", None)
+
+
+class UpdatingScope(keras.StatelessScope):
+    """A `StatelessScope` in which a layer may assign to a trainable variable (`SpectralNormalization` does).
+
+    As in Keras the assigned value is read from then on, its computation has no gradient, and the gradient of what is read goes to
+    the variable.
+    """
+
+    def __init__(self, trainable: dict[int, Any], **kwargs: Any):
+        super().__init__(**kwargs)
+        self.trainable = trainable
+        """The id of a trainable variable -> the tensor that its gradient is taken for."""
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        if id(variable) in self.trainable:
+            value = in_place_of(self.trainable[id(variable)], value)
+        super().add_update((variable, value))
 
 
 def updated_variable_ids(scope: keras.StatelessScope) -> set[int]:
@@ -153,6 +190,27 @@ def stop_recording() -> Any:
 def may_record() -> bool:
     """Whether a tape is active, so that gradients may be asked for."""
     return bool(record.could_possibly_record())
+
+
+@contextmanager
+def gradients_forgotten_with(owner: Any) -> Iterator[None]:
+    """TensorFlow keeps the gradient function of each `tf.custom_gradient` in a graph for ever; those made inside go with `owner`.
+
+    They hold the layers and their variables, so no model that was ever planned would be freed. Nothing that they hold may refer
+    to the owner.
+    """
+    registered = gradient_registry._registry
+    before = set(registered)
+    try:
+        yield
+    finally:
+        if names := set(registered) - before:
+            weakref.finalize(owner, _forget, registered, names)
+
+
+def _forget(registered: dict[str, Any], names: set[str]) -> None:
+    for name in names:
+        registered.pop(name, None)
 
 
 def is_recorded(tensor: Any) -> bool:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.batches import count_samples, first_batch
-from keras_sn.errors import PlanError, UnsupportedModelError
+from keras_sn.errors import PlanError
 from keras_sn.log import log
 from keras_sn.plan import Plan
 from keras_sn.planning import NOT_SETTLED, InForce, Shapes
@@ -22,8 +22,6 @@ from keras_sn.settings import Settings
 from keras_sn.subclassed import ChildPlanner
 from keras_sn.trace import ModelTrace, check_supported
 from keras_sn.updates import GroupedUpdate, grouped_update
-
-_OWN_METHODS = ("train_step", "compute_loss", "compute_metrics", "test_step", "predict_step", "fit")
 
 
 class SNModel(keras.Model):
@@ -92,7 +90,8 @@ class SNModel(keras.Model):
         """Makes an `SNModel` of an existing functional or Sequential model. The two share layers and weights.
 
         Args:
-            model: The existing model, built. If it is compiled, compile the new one again.
+            model: The existing model, built. If it is compiled, compile the new one again. A class of its own keeps its methods
+                and attributes (`train_step`, `fit`, `generate`, …).
             memory_budget: See the class.
             host_budget: See the class.
             policy: See the class.
@@ -102,18 +101,18 @@ class SNModel(keras.Model):
             The new model, not compiled.
 
         Raises:
-            UnsupportedModelError: The model is not a built graph of layers, or its class has training methods of its own.
+            UnsupportedModelError: The model is not a built graph of layers.
         """
         check_supported(model)
-        for name in _OWN_METHODS:
-            if getattr(type(model), name).__module__.partition(".")[0] not in ("keras", "keras_sn"):
-                raise UnsupportedModelError(
-                    f"Class {type(model).__name__} has its own `{name}()`, which a converted model would lose. Derive it from "
-                    f"`keras_sn.SNModel` instead of `keras.Model`. Received: {model!r}"
-                )
         graph = keras_internals.functional_part(model)
         settings = {"memory_budget": memory_budget, "host_budget": host_budget, "policy": policy, "plan": plan}
-        converted = cls(graph.input, graph.output, name=model.name, **settings)
+        own = type(model)
+        if own.__module__.partition(".")[0] in ("keras", "keras_sn"):
+            converted = cls(graph.input, graph.output, name=model.name, **settings)
+        else:
+            converted = _with_methods_of(own, cls)(graph.input, graph.output, name=model.name, **settings)
+            own_attributes = {name: value for name, value in vars(model).items() if name not in vars(converted)}
+            vars(converted).update(own_attributes)
         converted.dtype_policy = model.dtype_policy
         return converted
 
@@ -148,7 +147,9 @@ class SNModel(keras.Model):
         planned = now.plan_for(self, self.settings, shapes, lambda: self._trace(shapes), compiled=self._wants_jit())
         now.settled_for = keras_internals.compilation(self)
         if planned is not now.planned:
-            now.planned, now.executor, self.train_function = planned, None, None
+            if not planned.runs_like(now.planned):
+                now.executor, self.train_function = None, None
+            now.planned = planned
             log.info(plan_line(planned.plan))
         return planned.plan
 
@@ -266,6 +267,16 @@ def _functional_class() -> type:
     from keras_sn.functional import FunctionalSNModel  # here, because it derives from `SNModel`
 
     return FunctionalSNModel
+
+
+def _with_methods_of(own: type, cls: type) -> type:
+    """A class with the methods of a user's functional model over those of `SNModel`; files name the user's class."""
+    planned = _functional_class() if cls is SNModel else cls
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        planned.__init__(self, *args, **kwargs)
+
+    return type(own.__name__, (own, planned), {"__module__": own.__module__, "__init__": __init__})
 
 
 def _put_functional_under(cls: type) -> type:

@@ -30,6 +30,14 @@ class Planned:
     plan: Plan
     trace: ModelTrace
     shapes: Shapes
+    weights: tuple[int, ...] = ()
+    """The ids of the trainable variables."""
+
+    def runs_like(self, other: "Planned | None") -> bool:
+        """Whether what runs the other plan can run this one: it has the same regions of the same layers."""
+        if other is None or self.weights != other.weights:
+            return False
+        return _instructions(self.plan) == _instructions(other.plan)
 
     def covers(self, shapes: Sequence[Sequence[int | None]]) -> bool:
         """Whether batches of these shapes need no more memory than those that the plan was made for; None is not known."""
@@ -68,17 +76,24 @@ class InForce:
     ) -> Planned:
         """The plan for batches of these shapes; made if it is the first of its kind."""
         reserved_bytes = _reserved_bytes(model)
-        key = (shapes, reserved_bytes, compiled, tuple(id(v) for v in model.trainable_variables))
+        weights = tuple(id(variable) for variable in model.trainable_variables)
+        key = (shapes, reserved_bytes, compiled, weights)
         if key not in self.plans:
             traced = make_trace()
-            self.plans[key] = Planned(_plan(traced.graph, settings, reserved_bytes, compiled), traced, shapes)
+            self.plans[key] = Planned(_plan(traced.graph, settings, reserved_bytes, compiled), traced, shapes, weights)
         return self.plans[key]
 
     def executor_for(self, make: Callable[[], Any], *key: Any) -> Any:
         """The executor of the plan in force; a new one after anything changed that it depends on."""
-        if self.executor is None or self.executor_key != (id(self.planned), *key):
-            self.executor, self.executor_key = make(), (id(self.planned), *key)
+        if self.executor is None or self.executor_key != key:
+            self.executor, self.executor_key = make(), key
         return self.executor
+
+
+def _instructions(plan: Plan) -> tuple:
+    """What a plan tells the runtime to do, without what it says to those who read it."""
+    regions = [(one.layers, one.recompute, [(s.tensor, s.tier, s.prefetch_at) for s in one.saved]) for one in plan.regions]
+    return regions, plan.copy_window, plan.compiled
 
 
 def _plan(graph: LayerGraph, settings: Settings, reserved_bytes: int, compiled: bool) -> Plan:

@@ -17,7 +17,7 @@ from keras_sn import keras_internals
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import TensorSpec
 from keras_sn.structure import structure_of
-from keras_sn.trace import ModelTrace, TracedCall
+from keras_sn.trace import ModelTrace, TracedCall, variables_of
 
 EAGER, FUNCTION, XLA = "eager", "function", "xla"
 
@@ -28,7 +28,7 @@ class RegionResult(NamedTuple):
     outputs: list[Any]
     masks: list[Any]
     new_state: list[Any]
-    """None for state that the region did not update."""
+    """Of `RegionBody.updatable`; None for what the region did not update."""
     losses: list[Any]
     saved: list[Any]
     """Of `RegionBody.inside_only`: what only its backward pass wants."""
@@ -61,8 +61,7 @@ class RegionBody:
         found = {}
         for call in self.calls:
             in_arguments = keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
-            own = getattr(call.operation, "variables", [])
-            found |= {id(v): v for v in [*own, *in_arguments] if isinstance(v, keras.Variable)}
+            found |= {id(v): v for v in [*variables_of(call.operation), *in_arguments] if isinstance(v, keras.Variable)}
         return list(found.values())
 
     @cached_property
@@ -72,6 +71,11 @@ class RegionBody:
     @cached_property
     def state(self) -> list[keras.Variable]:
         return [variable for variable in self.variables if not variable.trainable]
+
+    @property
+    def updatable(self) -> list[keras.Variable]:
+        """What its layers may assign to: state, and weights too (`SpectralNormalization` assigns the kernel)."""
+        return [*self.state, *self.trainable]
 
     @cached_property
     def layers(self) -> list[Any]:
@@ -92,6 +96,8 @@ class RegionFunction:
         self.mode = mode
         self.loss_owners: list[int] = []
         """For each loss the place of the layer that added it in `body.layers`."""
+        self.unmasked: list[int] = []
+        """Places of inputs whose mask a layer takes away, also from those who read them later (`MultiHeadAttention` does)."""
         self.forward, self.backward = self._compiled(self._forward), self._compiled(self._backward)
 
     def _compiled(self, function: Any) -> Any:
@@ -136,15 +142,19 @@ class RegionFunction:
         substitutes = {} if saved is None else dict(zip(body.saved_inside, saved, strict=True))
         mapping = list(zip([*body.trainable, *body.state], [*trainable, *state], strict=True))
         with keras_internals.without_autocast():  # else the scope would cast the values
-            scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+            sources = {id(variable): value for variable, value in zip(body.trainable, trainable, strict=True)}
+            scope = keras_internals.UpdatingScope(sources, state_mapping=mapping, collect_losses=True)
         with keras_internals.call_context(body.autocast_dtype, body.calls[0].training), scope:
             for call in body.calls:
                 for name, tensor in zip(call.outputs, _run(call, tensors), strict=True):
                     tensors[name] = _with_saved_value(tensor, substitutes[name]) if name in substitutes else tensor
-            new_state = [_if_updated(scope.get_current_value(v), old) for v, old in zip(body.state, state, strict=True)]
+            before = zip(body.updatable, [*state, *trainable], strict=True)
+            new_state = [_if_updated(scope.get_current_value(v), old) for v, old in before]
         self._check_no_foreign_updates(scope)
         losses = list(scope.losses)
         self.loss_owners = [keras_internals.owner_of_loss(body.layers, loss) for loss in losses]
+        had_masks = [place for place, mask in enumerate(masks) if mask is not None]
+        self.unmasked = [place for place in had_masks if keras_internals.get_mask(inputs[place]) is None]
         outputs = [tensors[name] for name in body.outputs]
         return RegionResult(
             outputs,

@@ -4,7 +4,9 @@ A region's gradient brings back what the forward pass saved and runs the region'
 saved. Nothing is decided here: the plan says which tensors are saved, in which tier, and when each comes back.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +101,7 @@ class PlanExecutor:
         library: The region functions that there are already, shared with other executors.
         ties: Let what a backward function reads depend on its gradients, because XLA may compile the whole step around it and
             would merge the recomputation with the forward pass.
+        owner: TensorFlow may ask for gradients of what it traces as long as this lives; None means the executor.
     """
 
     def __init__(
@@ -110,10 +113,12 @@ class PlanExecutor:
         autocast_dtype: str | None,
         library: RegionLibrary | None = None,
         ties: bool = False,
+        owner: Any = None,
     ):
         self.trace, self.plan, self.jit, self.ties = trace, plan, jit, ties
         self.bodies = make_bodies(trace, plan.regions, autocast_dtype)
         self.library = RegionLibrary() if library is None else library
+        self._owner = weakref.ref(self if owner is None else owner)
         self._functions: dict[str, list[RegionFunction]] = {}
         self._recomputed = {one.tensor for region in plan.regions for one in region.saved if one.tier == RECOMPUTE}
 
@@ -132,6 +137,10 @@ class PlanExecutor:
                 self.library.function_for(body, mode, jit=self.jit, inline=not region.recompute)
                 for body, region in zip(self.bodies, self.plan.regions, strict=True)
             ]
+        with keras_internals.gradients_forgotten_with(self._owner()) if mode != EAGER else nullcontext():
+            return self._run(mode, inputs)
+
+    def _run(self, mode: str, inputs: Sequence[Any]) -> PassResult:
         one_pass = _Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode, self._recomputed, self.ties)
         for index, (region, body) in enumerate(zip(self.plan.regions, self.bodies, strict=True)):
             function = self._functions[mode][index]
@@ -161,12 +170,18 @@ def _masks(tensors: Sequence[Any]) -> list[Any]:
 def _read(one_pass: _Pass, body: RegionBody) -> tuple[list[Any], list[Any]]:
     """The values of the region's trainable variables and of its state."""
     with keras_internals.without_autocast():
-        trainable = [tf.convert_to_tensor(variable.value) for variable in body.trainable]
+        trainable = [_current(one_pass, variable) for variable in body.trainable]
         state = [
             one_pass.state[id(variable)] if id(variable) in one_pass.state else tf.convert_to_tensor(variable.value)
             for variable in body.state
         ]
     return trainable, state
+
+
+def _current(one_pass: _Pass, variable: keras.Variable) -> Any:
+    """The value of a trainable variable: its own, or what a layer has assigned to it in this pass."""
+    value = tf.convert_to_tensor(variable.value)
+    return keras_internals.in_place_of(value, one_pass.state[id(variable)]) if id(variable) in one_pass.state else value
 
 
 def _hand_on(one_pass: _Pass, body: RegionBody, function: RegionFunction, result: Any, outputs: list, losses: list, index: int):
@@ -177,7 +192,9 @@ def _hand_on(one_pass: _Pass, body: RegionBody, function: RegionFunction, result
         one_pass.tensors[name] = tensor
     for place, (owner, loss) in enumerate(zip(function.loss_owners, losses, strict=True)):
         one_pass.losses.append((body.layers[owner], one_pass.mark(_loss_name(index, place), loss)))
-    for variable, new in zip(body.state, result.new_state, strict=True):
+    for place in function.unmasked:
+        keras_internals.set_mask(one_pass.tensors[body.inputs[place]], None)
+    for variable, new in zip(body.updatable, result.new_state, strict=True):
         if new is not None:
             one_pass.state[id(variable)] = new
             one_pass.updated[id(variable)] = (variable, new)

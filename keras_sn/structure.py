@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_sn.graph import TensorSpec
-from keras_sn.trace import PlacedArguments, TracedCall
+from keras_sn.trace import PlacedArguments, TracedCall, variables_of
 
 _PLAIN = (str, int, float, bool, type(None))
 _BOOKKEEPING = {"name", "_name", "path", "_path", "_auto_config", "_inbound_nodes", "_outbound_nodes", "_parent_path"}
@@ -48,7 +48,7 @@ def structure_of(calls: Sequence[TracedCall], inputs: Sequence[TensorSpec], outp
 def _variable_sharing(calls: Sequence[TracedCall]) -> tuple[int, ...]:
     """Which variables of the calls are one and the same."""
     places: dict[int, int] = {}
-    variables = (v for call in calls for v in getattr(call.operation, "variables", []))
+    variables = (v for call in calls for v in variables_of(call.operation))
     return tuple(places.setdefault(id(variable), len(places)) for variable in variables)
 
 
@@ -58,7 +58,7 @@ def _operation(operation: Any) -> tuple:
         return type(operation), _attributes(operation)
     if isinstance(operation, (keras.layers.Lambda, keras.Model)):
         raise Incomparable  # their configuration holds code, or layers with names inside
-    weights = tuple((tuple(v.shape), str(v.dtype), v.trainable) for v in operation.variables)
+    weights = tuple((tuple(v.shape), str(v.dtype), v.trainable) for v in variables_of(operation))
     own = () if is_built_in else _attributes(operation)
     return type(operation), _config(operation, keep_seeds=not is_built_in), weights, operation.trainable, own
 

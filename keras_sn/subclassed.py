@@ -54,28 +54,25 @@ class ChildPlanner:
         )
         if self._model._call_has_training_arg:
             kwargs = kwargs | {"training": True}
-        try:
+        with self._runs_on_symbols():
             return record_calls(self._model, args, kwargs)
-        except (tf.errors.OperatorNotAllowedInGraphError, TypeError, NotImplementedError) as error:
-            raise UnsupportedModelError(
-                f"Model {self._model.name!r} cannot be planned, because its `call()` does not run on symbolic tensors: {error}. "
-                "Use `keras.ops.cond` and `keras.ops.while_loop` for what depends on values, or `policy='none'`. "
-                f"Received: {self._model!r}"
-            ) from error
 
     @contextmanager
     def run_by_plan(
         self, now: InForce, planned_for: Callable[[Any], Plan], args: tuple, kwargs: dict[str, Any], *, jit: bool
     ) -> Iterator[None]:
         """Inside, the calls of the model's children are regions, if a gradient may be asked for and the plan has regions."""
-        tensors = [leaf for leaf in keras.tree.flatten((args, kwargs)) if tf.is_tensor(leaf)]
-        if not tensors or keras_internals.in_stateless_scope() or not keras_internals.may_record() or not self._is_planned():
+        arrays = [leaf for leaf in keras.tree.flatten((args, kwargs)) if hasattr(leaf, "shape")]
+        if not arrays or not self._is_planned() or any(isinstance(one, keras.KerasTensor) for one in arrays):
+            yield
+            return
+        if keras_internals.in_stateless_scope() or not keras_internals.may_record():
             yield
             return
         rest = {name: value for name, value in kwargs.items() if name != "training"}
         if self._arguments is None:
             self._note((args, rest), None)
-        if planned_for([tuple(one.shape) for one in tensors]).is_plain:
+        if planned_for([tuple(one.shape) for one in arrays]).is_plain:
             yield
             return
         regions = now.executor_for(lambda: ChildRegions(now.plan, jit=jit), jit)
@@ -100,5 +97,17 @@ class ChildPlanner:
 
         self._arguments = keras.tree.map_structure(symbolic, arguments)
         if not self._model.built:
-            with self._model.distribute_strategy.scope():
+            with self._model.distribute_strategy.scope(), self._runs_on_symbols():
                 keras_internals.output_spec(self._model, *self._arguments[0], **self._arguments[1])
+
+    @contextmanager
+    def _runs_on_symbols(self) -> Iterator[None]:
+        """Says what is wrong if the model's `call()` cannot be traced."""
+        try:
+            yield
+        except (tf.errors.OperatorNotAllowedInGraphError, TypeError, NotImplementedError) as error:
+            raise UnsupportedModelError(
+                f"Model {self._model.name!r} cannot be planned, because its `call()` does not run on symbolic tensors: {error}. "
+                "Use `keras.ops.cond` and `keras.ops.while_loop` for what depends on values, or `policy='none'`. "
+                f"Received: {self._model!r}"
+            ) from error

@@ -127,6 +127,11 @@ def trace(model: Any, batch_size: int, input_shapes: Sequence[tuple[int, ...]] |
     return ModelTrace(tuple(calls), graph)
 
 
+def variables_of(operation: Any) -> list[keras.Variable]:
+    """All variables of a layer, those of metrics inside it too; none for an operation that is no layer."""
+    return [*getattr(operation, "variables", []), *getattr(operation, "metrics_variables", [])]
+
+
 def check_supported(model: Any) -> None:
     """Raises `UnsupportedModelError` if the model is no built graph of layers."""
     if not isinstance(model, keras.Model):
@@ -136,12 +141,18 @@ def check_supported(model: Any) -> None:
             f"Model {model.name!r} is not built, so its layers have no shapes yet. Start it with `keras.Input(shape)`, or call "
             f"`model.build(input_shape)` first. Received: {model!r}"
         )
-    if keras_internals.functional_part(model) is None or not keras_internals.runs_its_graph(model):
+    if keras_internals.functional_part(model) is None or not keras_internals.calls_its_graph(model):
         raise UnsupportedModelError(
             f"Model {model.name!r} has its own `call()`, so it cannot be converted: derive its class from `keras_sn.SNModel` "
             "instead of `keras.Model`, or wrap its blocks in `keras_sn.layers.Recompute`. "
             f"Received: an instance of {type(model).__name__}"
         )
+    for tensor in keras_internals.functional_part(model).inputs:
+        if tensor.sparse or getattr(tensor, "ragged", False):
+            raise UnsupportedModelError(
+                f"Input {tensor.name!r} is sparse or ragged, which regions cannot pass on. Make it dense before the model. "
+                f"Received: {tensor!r}"
+            )
     for layer in keras_internals.sublayers(model):
         if not layer.built:
             raise UnsupportedModelError(
@@ -226,8 +237,11 @@ class _Flattening:
         """The shapes of a call's outputs on inputs of known shapes, as Keras infers them."""
         specs = {id(tensor): self.specs[self.names[id(tensor)]] for tensor in node.input_tensors}
         args, kwargs = node.arguments.fill_in({key: keras.KerasTensor(one.shape, one.dtype) for key, one in specs.items()})
-        outputs = node.operation.compute_output_spec(*args, **kwargs)
-        return [tuple(output.shape) for output in keras.tree.flatten(outputs)]
+        shapes = [tuple(one.shape) for one in keras.tree.flatten(node.operation.compute_output_spec(*args, **kwargs))]
+        if any(None in shape for shape in shapes):  # the layer leaves open what TensorFlow knows
+            outputs = keras_internals.output_spec(node.operation, *args, **kwargs)
+            shapes = [tuple(one.shape) for one in keras.tree.flatten(outputs)]
+        return shapes
 
     def _cast(self, name: str, dtype: Any, path: str) -> str:
         spec = self.specs[name]
@@ -251,12 +265,10 @@ class _Flattening:
 
     def _spec(self, name: str, tensor: Any, kind: str = "activation", shape: tuple | None = None) -> TensorSpec:
         dtype = keras.backend.standardize_dtype(tensor.dtype)
-        # Only inputs say truly whether they are sparse: `x * 2.0` calls itself so.
-        is_sparse = kind == "input" and (getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False))
-        if dtype not in DTYPE_BYTES or is_sparse:
+        if dtype not in DTYPE_BYTES:
             raise UnsupportedModelError(
-                f"Tensor {name!r} is sparse, ragged or of a dtype without a size, which regions cannot pass on. Make it dense "
-                f"before the model. Received: {tensor!r}"
+                f"Tensor {name!r} is of a dtype without a size, which regions cannot pass on. Convert it before the model. "
+                f"Received: {tensor!r}"
             )
         shape = tuple(tensor.shape if shape is None else shape)
         if shape and shape[0] is None:

@@ -6,11 +6,17 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from zoo import BATCH, ZOO
+from zoo import ZOO, ZooModel
+from zoo_data import BATCH
 
 import keras_sn
 
-MODES = {"eager": {"run_eagerly": True}, "graph": {"jit_compile": False}, "xla": {"jit_compile": True}}
+MODES = {
+    "eager": {"run_eagerly": True},
+    "graph": {"jit_compile": False},
+    "steps4": {"jit_compile": False, "steps_per_execution": 4},
+    "xla": {"jit_compile": True},
+}
 DICT_POLICY = {"front_*": "recompute", "mid_*": "offload", "head_*": "keep", "*": "recompute"}
 
 
@@ -26,7 +32,7 @@ def train(
     policy: Any,
     *,
     memory_budget: int | None = None,
-    steps_per_execution: int = 1,
+    **compile_options: Any,
 ) -> dict[str, Any]:
     """Trains for two epochs (under XLA: one step) and returns every number that training changes."""
     keras.backend.clear_session()
@@ -37,25 +43,38 @@ def train(
         model = kind.build()
         if policy is not None:
             model = keras_sn.SNModel.from_model(model, policy=policy, memory_budget=memory_budget)
-        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-        model.compile(optimizer, kind.loss, metrics=kind.metrics, steps_per_execution=steps_per_execution, **MODES[mode])
-        x, y = kind.data(np.random.default_rng(1))
-        if mode == "xla":
-            x, y = keras.tree.map_structure(lambda array: array[:BATCH], (x, y))
-        epochs = 1 if mode == "xla" else 2
-        history = model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, **kind.fit).history
+        trained = _fit(model, kind, mode, compile_options, "")
+        for count, change in enumerate(kind.before_further_fits, start=2):
+            change(model)
+            trained |= _fit(model, kind, mode, compile_options, f"fit {count}/")
         if policy is not None and policy != "none":
             assert model.plan.regions
     finally:
         keras.config.set_dtype_policy("float32")
-    trained = {f"history/{key}": np.array(values) for key, values in history.items()}
-    trained |= {f"model/{v.path}": _numpy(v) for v in model.variables}
-    return trained | {f"optimizer/{i}": _numpy(v) for i, v in enumerate(model.optimizer.variables)}
+    return trained | {f"model/{place} {v.path}": _numpy(v) for place, v in enumerate(model.variables)}
+
+
+def _fit(model: keras.Model, kind: ZooModel, mode: str, compile_options: dict[str, Any], label: str) -> dict[str, Any]:
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    options = {"metrics": kind.metrics} | kind.compile | MODES[mode] | compile_options
+    model.compile(optimizer, kind.loss, **options)
+    data = kind.data(np.random.default_rng(1))
+    if mode == "xla":
+        data = keras.tree.map_structure(lambda array: None if array is None else array[:BATCH], data)
+    epochs = 1 if mode == "xla" else 2
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    options = {"batch_size": BATCH, "epochs": epochs, "shuffle": False, "verbose": 0} | kind.fit
+    history = model.fit(x, y, sample_weight=sample_weight, **options).history
+    state = {"optimizer": model.optimizer.variables, "metrics": model.metrics_variables}
+    trained = {f"{label}history/{key}": np.array(values) for key, values in history.items()}
+    return trained | {f"{label}{owner}/{place}": _numpy(v) for owner, found in state.items() for place, v in enumerate(found)}
 
 
 @functools.lru_cache(maxsize=4)
 def train_plain(name: str, mode: str, dtype: str) -> dict[str, Any]:
-    return train(name, mode, dtype, None)
+    trained = train(name, mode, dtype, None)
+    assert np.isfinite(trained["history/loss"]).all()
+    return trained
 
 
 def _numpy(variable: keras.Variable) -> np.ndarray:

@@ -406,20 +406,48 @@ def test_what_cannot_be_planned_is_refused_before_training(arguments, error):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_converted_model_keeps_the_methods_of_its_class():
+    class Own(keras.Model):
+        """A functional model with a training step and an attribute of its own."""
+
+        scale = 1.0
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.scale * keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+            self.optimizer.apply_gradients(
+                zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+            )
+            return {"loss": loss}
+
+    def train(convert):
+        keras.utils.set_random_seed(4)
+        plain = _plain()
+        model = Own(plain.input, plain.output)
+        model.scale = 3.0
+        model = convert(model)
+        model.compile("sgd", jit_compile=False)
+        history = model.fit(X, Y, batch_size=4, verbose=0, shuffle=False).history["loss"]
+        return model, history, _weights(model)
+
+    _, plain_history, plain_weights = train(lambda model: model)
+    model, history, weights = train(lambda model: keras_sn.SNModel.from_model(model, policy="recompute"))
+    assert isinstance(model, Own)
+    assert isinstance(model, keras_sn.SNModel)
+    assert model.plan.regions
+    assert history == plain_history
+    for a, b in zip(weights, plain_weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_unsupported_models_are_refused():
-    class Net(keras_sn.SNModel):
+    class Net(keras.Model):
         def call(self, x):
             return x
 
-    class Own(keras.Model):
-        def train_step(self, data):
-            return {}
-
-    with pytest.raises(UnsupportedModelError, match=r"functional and Sequential.*Received"):
-        Net()
-    inputs = keras.Input((8,))
-    with pytest.raises(UnsupportedModelError, match=r"own `train_step\(\)`.*Received"):
-        keras_sn.SNModel.from_model(Own(inputs, L.Dense(2)(inputs)))
+    with pytest.raises(UnsupportedModelError, match=r"derive its class from `keras_sn.SNModel`.*Received"):
+        keras_sn.SNModel.from_model(Net())
     with pytest.raises(UnsupportedModelError, match=r"not built.*Received"):
         keras_sn.SNModel.from_model(keras.Sequential([L.Dense(2)]))
 

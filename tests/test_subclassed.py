@@ -27,7 +27,7 @@ class Block(L.Layer):
 
     def call(self, x):
         y = self.drop(self.down(self.up(x)))
-        self.add_loss(0.01 * keras.ops.mean(keras.ops.square(y)))
+        self.add_loss(0.01 * keras.ops.mean(keras.ops.square(keras.ops.cast(y, "float32"))))
         return self.norm(x + y)
 
 
@@ -35,19 +35,18 @@ class Blocks:
     """The `call()` of both models below: a shared block, a loop, raw operations between, a mask, a frozen statistic."""
 
     def build_layers(self):
-        self.masking, self.first = L.Masking(), L.Dense(8, activity_regularizer="l2")
-        self.blocks = [Block() for _ in range(3)]
+        self.masking, self.first = L.Masking(), L.Dense(8, kernel_regularizer="l2")
+        self.blocks = [Block() for _ in range(2)]
         self.frozen = L.BatchNormalization()
-        self.recurrent = L.SimpleRNN(8, return_sequences=True)
+        self.pool = L.GlobalAveragePooling1D()
         self.out = L.Dense(2)
 
     def call(self, x, training=None):
         x = self.first(self.masking(x))
         for _ in range(2):
             for block in self.blocks:
-                x = 0.5 * x + block(x)
-        x = self.recurrent(self.frozen(x, training=False))
-        return self.out(keras.ops.max(x, axis=1))
+                x = 0.5 * block(x)
+        return self.out(self.pool(self.frozen(x, training=False)))
 
 
 class Plain(Blocks, keras.Model):
@@ -76,9 +75,6 @@ def train(make, mode="graph", dtype="float32", **compile_arguments):
     return model, trained_state(model, history)
 
 
-DICT = {"block*": "recompute", "out": "offload"}
-
-
 @pytest.mark.parametrize("policy", ["recompute", "offload", {"block*": "recompute", "dense": "offload"}, "none"], ids=str)
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_equal_to_plain_keras(policy, mode):
@@ -104,8 +100,10 @@ def test_the_plan_names_the_calls():
     model, _ = train(lambda: Net(policy="recompute"))
     names = [region.layers[0] for region in model.plan.regions]
     assert [name for name in names if name.startswith("block")] == [
-        *("block", "block_1", "block_2"),
-        *("block#2", "block_1#2", "block_2#2"),
+        "block",
+        "block_1",
+        "block#2",
+        "block_1#2",
     ]
     kept = {region.layers[0] for region in model.plan.regions if not region.recompute}
     assert kept
@@ -153,6 +151,7 @@ def wide(**settings):
                 x = block(x)
             return x
 
+    keras.backend.clear_session()  # for equal names
     keras.utils.set_random_seed(1)
     model = Wide()
     model.compile("sgd", "mse", jit_compile=False)
@@ -189,11 +188,16 @@ def test_other_layers_in_another_call_are_recomputed_too():
             return x
 
     model = Deep()
+    Deep.depth = 3
+    model.predict_on_batch(X)  # builds all blocks
+    Deep.depth = 1
     model.compile("sgd", "mse", run_eagerly=True)
     model.train_on_batch(X, X)
+    assert len(model.plan.regions) == 1
     Deep.depth = 3
+    before = np.array(model.blocks[2].up.kernel)
     model.train_on_batch(X, X)
-    assert all(block.built for block in model.blocks)
+    assert (np.array(model.blocks[2].up.kernel) != before).any()
 
 
 def test_a_training_loop_of_ones_own():
@@ -238,10 +242,11 @@ def test_refusals():
     model = wide(policy="recompute")
     with pytest.raises(PlanError, match=r"planned from a batch.*Received: inputs=None"):
         model.build_plan(4)
+    specs = tf.TensorSpec((None, 6, 64))
     with pytest.raises(PlanError, match=r"needs a graph.*Received: policy='superneurons'"):
-        wide(policy="superneurons").build_plan(4, inputs=X)
+        wide(policy="superneurons").build_plan(4, inputs=specs)
     with pytest.raises(PlanError, match=r"'bloc'.*matches no layer"):
-        wide(policy={"bloc": "recompute"}).build_plan(4, inputs=X)
+        wide(policy={"bloc": "recompute"}).build_plan(4, inputs=specs)
 
     class Branches(keras_sn.SNModel):
         def call(self, x):
@@ -249,7 +254,7 @@ def test_refusals():
 
     model = Branches(policy="recompute")
     model.compile("sgd", "mse")
-    with pytest.raises((UnsupportedModelError, TypeError), match="symbolic"):
+    with pytest.raises(UnsupportedModelError, match=r"(?s)does not run on symbolic tensors.*Received"):
         model.fit(X, X, verbose=0)
 
 

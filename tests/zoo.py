@@ -5,34 +5,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
-import numpy as np
+import zoo_cases as cases
+import zoo_more as more
 from keras import layers as L
+from zoo_data import (
+    Data,
+    classified,
+    floats,
+    four_targets,
+    image_and_number,
+    missing_number,
+    next_tokens,
+    padded_series,
+    tokens,
+    two_languages,
+    weighted_image_and_number,
+)
+from zoo_layers import Sampling
 
-SAMPLES, BATCH = 10, 4  # the last batch is partial
+FLOAT32, ALL_DTYPES = ("float32",), ("float32", "mixed_float16", "mixed_bfloat16")
 
 
 @dataclass(frozen=True)
 class ZooModel:
     build: Callable[[], keras.Model]
-    data: Callable[[np.random.Generator], tuple]
+    data: Data
     loss: Any = "mse"
     metrics: Any = None
-    half_makes_sense: bool = True
+    dtypes: tuple[str, ...] = ALL_DTYPES
     fit: dict = field(default_factory=dict)
-
-
-def _image_data(rng):
-    return rng.normal(size=(SAMPLES, 8, 8, 3)).astype("float32"), rng.integers(0, 3, SAMPLES)
-
-
-def _token_data(rng):
-    tokens = rng.integers(1, 11, (SAMPLES, 6))
-    tokens[:, 4:] = 0  # padding
-    return tokens.astype("int32"), rng.normal(size=(SAMPLES, 2)).astype("float32")
-
-
-def _vector_data(rng):
-    return rng.normal(size=(SAMPLES, 8)).astype("float32"), rng.normal(size=(SAMPLES, 2)).astype("float32")
+    compile: dict = field(default_factory=dict)
+    before_further_fits: tuple[Callable[[keras.Model], None], ...] = ()
+    """Each changes the model, which is then compiled anew and trained again."""
 
 
 def resnet() -> keras.Model:
@@ -72,25 +76,6 @@ def masked_lstm() -> keras.Model:
     return keras.Model(inputs, L.Dense(2, dtype="float32", name="head_dense")(x))
 
 
-@keras.saving.register_keras_serializable("zoo")
-class Sampling(L.Layer):
-    """The VAE's sampling step, with its KL divergence as an added loss."""
-
-    def __init__(self, seed=3, **kwargs):
-        super().__init__(**kwargs)
-        self.seed = seed
-        self.generator = keras.random.SeedGenerator(seed)
-
-    def call(self, mean, log_var):
-        divergence = -0.5 * keras.ops.mean(1 + log_var - keras.ops.square(mean) - keras.ops.exp(log_var))
-        self.add_loss(0.1 * divergence)
-        noise = keras.random.normal(keras.ops.shape(mean), dtype=mean.dtype, seed=self.generator)
-        return mean + keras.ops.exp(0.5 * log_var) * noise
-
-    def get_config(self):
-        return super().get_config() | {"seed": self.seed}
-
-
 def vae() -> keras.Model:
     inputs = keras.Input((8,), name="x")
     x = L.Dense(8, activation="relu", name="front_dense")(inputs)
@@ -122,15 +107,6 @@ def two_in_two_out() -> keras.Model:
     return keras.Model({"image": image, "number": number}, {"kind": kind, "size": size})
 
 
-def _two_data(rng):
-    x = {
-        "image": rng.normal(size=(SAMPLES, 8, 8, 3)).astype("float32"),
-        "number": rng.normal(size=(SAMPLES, 2)).astype("float32"),
-    }
-    y = {"kind": rng.integers(0, 3, SAMPLES), "size": rng.normal(size=(SAMPLES, 1)).astype("float32")}
-    return x, y
-
-
 def half_frozen() -> keras.Model:
     model = resnet()
     for layer in model.layers:
@@ -140,17 +116,53 @@ def half_frozen() -> keras.Model:
 
 
 _CLASSES = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+_IMAGE, _VECTOR, _FRAMES = (8, 8, 3), (8,), (3, 6, 6, 2)
+_EXACTLY = (*ALL_DTYPES, "float64")
 ZOO = {
-    "resnet": ZooModel(resnet, _image_data, _CLASSES, ["accuracy"], fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
-    "transformer": ZooModel(transformer, _token_data),
-    "masked_lstm": ZooModel(masked_lstm, _token_data, half_makes_sense=False),
-    "vae": ZooModel(vae, _vector_data, half_makes_sense=False),
-    "siamese": ZooModel(siamese, _vector_data, metrics=["mae"]),
-    "two_in_two_out": ZooModel(
+    "resnet": ZooModel(resnet, classified(_IMAGE), _CLASSES, ["accuracy"], fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
+    "transformer": ZooModel(transformer, tokens),
+    "masked_lstm": ZooModel(masked_lstm, tokens, dtypes=FLOAT32),
+    "vae": ZooModel(vae, floats(_VECTOR), dtypes=FLOAT32),
+    "siamese": ZooModel(siamese, floats(_VECTOR), metrics=["mae"]),
+    "two_in_two_out": ZooModel(two_in_two_out, image_and_number, {"kind": _CLASSES, "size": "mse"}, {"size": ["mae"]}),
+    "half_frozen": ZooModel(half_frozen, classified(_IMAGE), _CLASSES),
+    "mlp": ZooModel(more.mlp, floats(_VECTOR)),
+    "conv_bn": ZooModel(more.conv_bn, classified(_IMAGE), _CLASSES, ["accuracy"], dtypes=_EXACTLY),
+    "densenet": ZooModel(more.densenet, classified(_IMAGE), _CLASSES),
+    "dense_sums": ZooModel(more.dense_sums, floats(_VECTOR)),
+    "unet": ZooModel(more.unet, floats(_IMAGE, (8, 8, 1))),
+    "mobilenet": ZooModel(more.mobilenet, classified(_IMAGE), _CLASSES),
+    "squeeze_excite": ZooModel(more.squeeze_excite, classified(_IMAGE), _CLASSES),
+    "inception": ZooModel(more.inception, classified(_IMAGE), _CLASSES),
+    "conv1d": ZooModel(more.conv1d, floats((8, 3))),
+    "conv3d": ZooModel(more.conv3d, floats((4, 4, 4, 2))),
+    "autoencoder": ZooModel(more.autoencoder, floats(_IMAGE, (8, 8, 1))),
+    "recurrent": ZooModel(more.recurrent, padded_series, dtypes=FLOAT32),
+    "time_distributed": ZooModel(more.time_distributed, floats(_FRAMES), dtypes=FLOAT32),
+    "conv_lstm": ZooModel(more.conv_lstm, floats(_FRAMES), dtypes=FLOAT32),
+    "encoder_decoder": ZooModel(more.encoder_decoder, two_languages, _CLASSES, ["accuracy"]),
+    "tied_embedding": ZooModel(cases.tied_embedding, next_tokens, _CLASSES),
+    "tied_logits": ZooModel(cases.tied_logits, next_tokens, _CLASSES),
+    "optional_input": ZooModel(cases.optional_input, missing_number),
+    "sample_weights": ZooModel(
         two_in_two_out,
-        _two_data,
-        {"kind": _CLASSES, "size": "mse"},
-        {"size": ["mae"]},
+        weighted_image_and_number,
+        {"kind": _CLASSES, "size": "huber"},
+        compile={"loss_weights": {"kind": 0.5, "size": 2.0}, "weighted_metrics": {"kind": ["accuracy"], "size": ["mae"]}},
     ),
-    "half_frozen": ZooModel(half_frozen, _image_data, _CLASSES),
+    "activity_regularized": ZooModel(cases.activity_regularized, floats(_VECTOR)),
+    "spectral": ZooModel(cases.spectral, classified(_IMAGE), _CLASSES),
+    "metric_layers": ZooModel(cases.metric_layers, floats(_VECTOR), metrics=["mae"]),
+    "toggled": ZooModel(cases.toggled, floats(_VECTOR), before_further_fits=(cases.toggle_front, cases.toggle_front)),
+    "lora": ZooModel(cases.lora, tokens),
+    "lambdas": ZooModel(cases.lambdas, floats(_VECTOR)),
+    "operations": ZooModel(cases.operations, floats(_VECTOR)),
+    "random_layers": ZooModel(cases.random_layers, classified(_IMAGE), _CLASSES),
+    "control_flow": ZooModel(cases.control_flow, floats(_VECTOR)),
+    "custom_gradients": ZooModel(cases.custom_gradients, floats(_VECTOR)),
+    "several_dtypes": ZooModel(cases.several_dtypes, floats(_VECTOR), dtypes=FLOAT32),
+    "quantized": ZooModel(cases.quantized, floats(_VECTOR), dtypes=FLOAT32),
+    "zero_size": ZooModel(cases.zero_size, floats(_VECTOR)),
+    "constant_branches": ZooModel(cases.constant_branches, floats(_VECTOR)),
+    "odd_outputs": ZooModel(cases.odd_outputs, four_targets, ["mse", "mae", "mse", "mse"]),
 }
