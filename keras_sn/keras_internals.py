@@ -263,6 +263,16 @@ def slot_lists(optimizer: Any) -> dict[str, list[Any]]:
     }
 
 
+def moving_averages(optimizer: Any) -> list[Any]:
+    """The averages of the weights of an optimizer with `use_ema`, in the order of its variables."""
+    return optimizer._model_variables_moving_average
+
+
+def momentum_product(optimizer: Any) -> Any:
+    """Nadam's product of its momentum factors so far; None for other optimizers."""
+    return getattr(optimizer, "_u_product", None)
+
+
 def place_in_optimizer(optimizer: Any, variable: keras.Variable) -> int:
     return optimizer._get_variable_index(variable)
 

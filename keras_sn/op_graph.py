@@ -31,6 +31,7 @@ _RANDOM = {
     *("StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessTruncatedNormalV2", "StatelessRandomUniformIntV2"),
     *("StatelessRandomGetKeyCounter", "StatelessRandomGetAlg", "StatelessRandomUniformFullIntV2"),
 }
+_DRAWS_ANEW = {"Multinomial", "ParameterizedTruncatedNormal", "RngReadAndSkip", "RngSkip", "TruncatedNormal"}
 _ELEMENTWISE = {
     *("Abs", "Acos", "Acosh", "Add", "AddN", "AddV2", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "BiasAdd", "Cast", "Ceil"),
     *("ClipByValue", "Complex", "ComplexAbs", "Cos", "Cosh", "Div", "DivNoNan", "Elu", "Equal", "Erf", "Erfc", "Erfinv"),
@@ -86,6 +87,13 @@ def constant_tensors(operations: Sequence[Any]) -> set[int]:
 
 def _is_random(operation: Any) -> bool:
     return operation.type in _RANDOM or operation.op_def.is_stateful
+
+
+def draws_anew(operation: Any) -> bool:
+    """Whether running an operation twice gives different random numbers; also for what it calls."""
+    if operation.op_def.is_stateful and ("Random" in operation.type or operation.type in _DRAWS_ANEW):
+        return True
+    return any(draws_anew(inner) for body, _ in _bodies(operation) if body is not None for inner in body.get_operations())
 
 
 def tensors_read(backward: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:

@@ -5,7 +5,8 @@ again gives the same numbers and changes nothing. Forward and backward are two f
 can neither merge a recomputation with the forward pass nor start it early. Regions of equal structure share them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_sn import keras_internals
+from keras_sn import keras_internals, op_graph
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import TensorSpec
 from keras_sn.structure import structure_of
@@ -98,6 +99,7 @@ class RegionFunction:
         """For each loss the place of the layer that added it in `body.layers`."""
         self.unmasked: list[int] = []
         """Places of inputs whose mask a layer takes away, also from those who read them later (`MultiHeadAttention` does)."""
+        self._is_checked = False
         self.forward, self.backward = self._compiled(self._forward), self._compiled(self._backward)
 
     def _compiled(self, function: Any) -> Any:
@@ -109,6 +111,13 @@ class RegionFunction:
 
     def _forward(self, inputs, masks, trainable, state) -> RegionResult:
         return self._pure(inputs, masks, trainable, state, saved=None)
+
+    def check_once(self, *arguments: Any) -> None:
+        """Looks at what runs eagerly in a graph first, where the operations of users' layers can be seen."""
+        is_built_in = all(type(layer).__module__.startswith("keras.") for layer in self.body.layers)
+        if not self._is_checked and (not is_built_in or any(isinstance(one, keras.layers.Lambda) for one in self.body.layers)):
+            RegionFunction(self.body, FUNCTION).forward.get_concrete_function(*arguments)
+        self._is_checked = True
 
     def _backward(self, inputs, masks, saved, trainable, state, output_gradients, loss_gradients, wanted, seeds):
         """Gradients for the inputs marked in `wanted` and for all trainable values; None where nothing connects.
@@ -146,7 +155,9 @@ class RegionFunction:
             scope = keras_internals.UpdatingScope(sources, state_mapping=mapping, collect_losses=True)
         with keras_internals.call_context(body.autocast_dtype, body.calls[0].training), scope:
             for call in body.calls:
-                for name, tensor in zip(call.outputs, _run(call, tensors), strict=True):
+                with _no_draws_of_tensorflow(call) if self.mode != EAGER else nullcontext():
+                    outputs = _run(call, tensors)
+                for name, tensor in zip(call.outputs, outputs, strict=True):
                     tensors[name] = _with_saved_value(tensor, substitutes[name]) if name in substitutes else tensor
             before = zip(body.updatable, [*state, *trainable], strict=True)
             new_state = [_if_updated(scope.get_current_value(v), old) for v, old in before]
@@ -184,6 +195,21 @@ def _run(call: TracedCall, tensors: dict[str, Any]) -> list[Any]:
 
     with tf.variable_creator_scope(refuse):
         return call.run(tensors)
+
+
+@contextmanager
+def _no_draws_of_tensorflow(call: TracedCall) -> Iterator[None]:
+    """Refuses a layer call that draws random numbers by TensorFlow operations, since running it again would draw others."""
+    graph = tf.compat.v1.get_default_graph()
+    count = len(graph.get_operations())
+    yield
+    drawing = next((one for one in graph.get_operations()[count:] if op_graph.draws_anew(one)), None)
+    if drawing is not None:
+        raise UnsupportedModelError(
+            f"Layer call {call.name!r} draws random numbers with a TensorFlow operation, which would draw others when it is "
+            "recomputed. Use `keras.random` with a `keras.random.SeedGenerator` that is an attribute of the layer, or keep the "
+            f"layer by a policy. Received: operation {drawing.type!r} of {call.operation!r}"
+        )
 
 
 def _with_saved_value(computed: Any, saved: Any) -> Any:

@@ -240,6 +240,8 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
     @tf.custom_gradient
     def call(*_):
         with keras_internals.stop_recording():
+            if one_pass.mode == EAGER:
+                function.check_once(inputs, masks, trainable, state)
             result = function.forward(inputs, masks, trainable, state)
             results.append(result)
             fetch = _save(one_pass, index, region, body, inputs, result)

@@ -1,5 +1,8 @@
 """Each private Keras or TensorFlow name that keras_sn uses still means what keras_sn takes it for."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -174,3 +177,74 @@ def test_each_compile_leaves_another_record(model):
     assert keras_internals.asked_for_jit(model) is False
     model.compile("sgd", "mse", jit_compile=False)
     assert keras_internals.compilation(model) is not first
+
+
+def test_the_mode_and_the_tape_are_seen():
+    assert keras_internals.training_mode() is None
+    with keras_internals.call_context(None, False):
+        assert keras_internals.training_mode() is False
+    assert not keras_internals.may_record()
+    with tf.GradientTape():
+        assert keras_internals.may_record()
+
+
+def test_outputs_are_known_without_side_effects():
+    layer = L.Dropout(0.5)
+    layer.build((None, 4))
+    before = np.array(layer.seed_generator.state)
+    spec = keras_internals.output_spec(layer, keras.KerasTensor((2, 4)), training=True)
+    assert spec.shape == (2, 4)
+    np.testing.assert_array_equal(layer.seed_generator.state, before)
+
+
+def test_variables_keep_their_dtype_without_a_model_around_them():
+    variable = keras.Variable(np.full(2, 1 / 3), dtype="float64")
+    with keras_internals.call_context(None):
+        assert variable.dtype == "float64"
+    with keras_internals.call_context("float16"), keras_internals.without_autocast():
+        assert keras.Variable(np.zeros(2, "float32")).value.dtype == "float32"
+
+
+def test_an_assigned_weight_is_read_without_a_gradient_for_its_computation():
+    variable = keras.Variable(2.0)
+    value = tf.constant(3.0)
+    scope = keras_internals.UpdatingScope({id(variable): value}, state_mapping=[(variable, value)])
+    with tf.GradientTape() as tape:
+        tape.watch(value)
+        with scope:
+            variable.assign(variable * 10.0)
+            y = tf.convert_to_tensor(variable) ** 2
+    assert float(y) == 900.0
+    assert float(tape.gradient(y, value)) == 60.0
+
+
+def test_gradient_functions_are_forgotten_with_their_owner():
+    class Owner:
+        pass
+
+    owner, held = Owner(), Owner()
+    seen = weakref.ref(held)
+
+    def trace(held, owner):
+        @tf.custom_gradient
+        def double(x):
+            return 2 * x, lambda upstream: (held, 2 * upstream)[1]
+
+        with keras_internals.gradients_forgotten_with(owner):
+            tf.function(double).get_concrete_function(tf.constant(1.0))
+
+    trace(held, owner)
+    del held
+    gc.collect()
+    assert seen() is not None
+    del owner
+    gc.collect()
+    assert seen() is None
+
+
+def test_averages_and_the_product_of_momenta(model):
+    nadam = keras.optimizers.Nadam(use_ema=True)
+    nadam.build(model.trainable_variables)
+    assert [v.shape for v in keras_internals.moving_averages(nadam)] == [v.shape for v in model.trainable_variables]
+    assert float(keras_internals.momentum_product(nadam)) == 1.0
+    assert keras_internals.momentum_product(keras.optimizers.SGD()) is None

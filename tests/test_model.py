@@ -552,3 +552,17 @@ def test_other_backends_are_refused():
     )
     assert run.returncode != 0
     assert "Received: KERAS_BACKEND=numpy" in run.stderr
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_random_numbers_of_tensorflow_are_refused_where_they_would_be_drawn_again(run_eagerly):
+    inputs = keras.Input((8,))
+    noisy = L.Lambda(lambda x: x * tf.random.uniform((8,)), name="noisy")(L.Dense(8)(inputs))
+    plain = keras.Model(inputs, L.Dense(2)(noisy))
+    model = keras_sn.SNModel.from_model(plain, policy={"*": "recompute"})
+    model.compile("sgd", "mse", run_eagerly=run_eagerly, jit_compile=False)
+    with pytest.raises(UnsupportedModelError, match=r"'noisy' draws random numbers.*Received: operation 'RandomUniform'"):
+        model.fit(X, Y, verbose=0)
+    kept = keras_sn.SNModel.from_model(plain, policy={"*": "keep"})
+    kept.compile("sgd", "mse", run_eagerly=run_eagerly, jit_compile=False)
+    kept.fit(X, Y, verbose=0)
