@@ -8,6 +8,7 @@ from keras_sn.errors import BudgetError as BudgetError
 from keras_sn.errors import KerasSNError as KerasSNError
 from keras_sn.errors import PlanError as PlanError
 from keras_sn.errors import UnsupportedModelError as UnsupportedModelError
+from keras_sn.errors import VerificationError as VerificationError
 from keras_sn.legacy import from_tf_keras as from_tf_keras
 from keras_sn.model import SNModel as SNModel
 from keras_sn.plan import Plan as Plan

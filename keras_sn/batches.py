@@ -42,6 +42,31 @@ def first_batch(x: Any, batch_size: int | None, *, needs_shapes: bool) -> tuple[
     return x, keras.tree.map_structure(lambda array: None if array is None else array[:size], x)
 
 
+def whole_batch(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tuple[Any, tuple[Any, Any, Any]]:
+    """The first batch that `fit` will see, and what to train on, as in `first_batch`.
+
+    Args:
+        x: As in `first_batch`.
+        y: The targets, if `x` are arrays.
+        sample_weight: Their weights, likewise.
+        batch_size: The argument of `fit`.
+
+    Returns:
+        What to train on, and `(x, y, sample_weight)` of the first batch.
+    """
+    if isinstance(x, Iterator):
+        batch = next(x)
+        x = _resumed(batch, x)
+    elif isinstance(x, keras.utils.PyDataset):
+        batch = x[0]
+    elif isinstance(x, tf.data.Dataset) or type(x).__module__.startswith("torch.utils.data"):
+        batch = next(iter(x))
+    else:
+        size = min(batch_size or 32, count_samples(x))
+        batch = keras.tree.map_structure(lambda array: None if array is None else array[:size], (x, y, sample_weight))
+    return x, keras.utils.unpack_x_y_sample_weight(batch)
+
+
 def inputs_of_batch(batch: Any) -> Any:
     """The inputs of a batch `(x, y, sample_weight)`, `(x, y)`, `(x,)` or `x`, as `keras.utils` unpacks it."""
     return batch[0] if isinstance(batch, tuple) else batch

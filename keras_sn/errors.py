@@ -15,3 +15,7 @@ class PlanError(KerasSNError):
 
 class UnsupportedModelError(KerasSNError):
     """The model cannot be trained by this version of keras_sn."""
+
+
+class VerificationError(KerasSNError):
+    """A training step by the plan differs from plain Keras'."""

@@ -27,9 +27,10 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         host_budget: int | str | None = None,
         policy: Policy | None = None,
         plan: Plan | str | None = None,
+        verify: str | None = None,
         **kwargs: Any,
     ):
-        settings = Settings(memory_budget, host_budget, "auto" if policy is None else policy, plan)
+        settings = Settings(memory_budget, host_budget, "auto" if policy is None else policy, plan, verify)
         with _deep_recursion():
             keras_internals.Functional.__init__(self, *args, **kwargs)
         if settings == Settings():
@@ -86,7 +87,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         return outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
 
     def _runs_by_plan(self, inputs: Any, training: bool | None) -> bool:
-        if not training or self.settings.policy == "none" or keras_internals.in_stateless_scope():
+        if not training or self.settings.policy == "none" or self._now.is_aside or keras_internals.in_stateless_scope():
             return False
         return not any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten(inputs))
 

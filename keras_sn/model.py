@@ -3,15 +3,15 @@
 What is particular to graphs of layers is in `functional`, to models with their own `call()` in `subclassed`.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_sn import keras_internals
-from keras_sn.batches import count_samples, first_batch
+from keras_sn.batches import count_samples, first_batch, whole_batch
 from keras_sn.errors import PlanError
 from keras_sn.log import log
 from keras_sn.plan import Plan
@@ -22,6 +22,7 @@ from keras_sn.settings import Settings
 from keras_sn.subclassed import ChildPlanner
 from keras_sn.trace import ModelTrace, check_supported
 from keras_sn.updates import GroupedUpdate, grouped_update
+from keras_sn.verification import verify_first_step
 
 
 class SNModel(keras.Model):
@@ -48,6 +49,8 @@ class SNModel(keras.Model):
             `"superneurons"`, `"none"`, or a dict from patterns of layer names to `"keep"`, `"recompute"` or `"offload"`.
         plan: A plan to run instead of one that is made: a `Plan` (for example `model.plan` of an equal model, edited with
             `dataclasses.replace`) or what its `to_json()` wrote. It is checked step by step before it runs.
+        verify: `"first_step"` runs the first training step by plain Keras too, before anything is changed, and compares. It takes
+            the memory that plain Keras takes.
 
     Raises:
         BudgetError: A budget is not a size.
@@ -66,9 +69,10 @@ class SNModel(keras.Model):
         host_budget: int | str | None = None,
         policy: Policy | None = None,
         plan: Plan | str | None = None,
+        verify: str | None = None,
         **kwargs: Any,
     ):
-        given = {"memory_budget": memory_budget, "host_budget": host_budget, "policy": policy, "plan": plan}
+        given = {"memory_budget": memory_budget, "host_budget": host_budget, "policy": policy, "plan": plan, "verify": verify}
         if _is_functional(args, kwargs):
             _put_functional_under(type(self))
             _functional_class().__init__(self, *args, **given, **kwargs)
@@ -86,6 +90,7 @@ class SNModel(keras.Model):
         host_budget: int | str | None = None,
         policy: Policy = "auto",
         plan: Plan | str | None = None,
+        verify: str | None = None,
     ) -> "SNModel":
         """Makes an `SNModel` of an existing functional or Sequential model. The two share layers and weights.
 
@@ -96,6 +101,7 @@ class SNModel(keras.Model):
             host_budget: See the class.
             policy: See the class.
             plan: See the class.
+            verify: See the class.
 
         Returns:
             The new model, not compiled.
@@ -105,7 +111,7 @@ class SNModel(keras.Model):
         """
         check_supported(model)
         graph = keras_internals.functional_part(model)
-        settings = {"memory_budget": memory_budget, "host_budget": host_budget, "policy": policy, "plan": plan}
+        settings = {"memory_budget": memory_budget, "host_budget": host_budget, "policy": policy, "plan": plan, "verify": verify}
         own = type(model)
         if own.__module__.partition(".")[0] in ("keras", "keras_sn"):
             converted = cls(graph.input, graph.output, name=model.name, **settings)
@@ -203,10 +209,33 @@ class SNModel(keras.Model):
             self._now.settled_for = NOT_SETTLED
             x, inputs = first_batch(x, batch_size, needs_shapes=self._needs_shapes())
             self._plan_for_batch(inputs, self.distribute_strategy.num_replicas_in_sync)
+            x = self._verified_on_first_batch(x, y, batch_size, kwargs)
             self._report_measured_peak(kwargs)
         return super().fit(x, y, batch_size, *args, **kwargs)
 
     fit.__doc__ = keras.Model.fit.__doc__
+
+    def _verified_on_first_batch(self, x: Any, y: Any, batch_size: int | None, arguments: dict[str, Any]) -> Any:
+        """Verifies a training step if that was asked for; returns what to train on."""
+        if self.settings.verify is None or self._now.is_verified:
+            return x
+        x, batch = whole_batch(x, y, arguments.get("sample_weight"), batch_size)
+        self._verify(*batch)
+        return x
+
+    def _verify(self, *batch: Any) -> None:
+        if self.settings.verify is not None and not self._now.is_verified:
+            verify_first_step(self, self._now.planned.trace.calls, batch)
+            self._now.is_verified = True
+
+    @contextmanager
+    def plan_set_aside(self) -> Iterator[None]:
+        """Inside, the model runs as plain Keras."""
+        self._now.is_aside = True
+        try:
+            yield
+        finally:
+            self._now.is_aside = False
 
     def _report_measured_peak(self, arguments: dict[str, Any]) -> None:
         callbacks = arguments.get("callbacks")
@@ -216,6 +245,7 @@ class SNModel(keras.Model):
     def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.compiled:
             self._plan_for_batch(x)
+            self._verify(x, y, sample_weight)
         return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
 
     train_on_batch.__doc__ = keras.Model.train_on_batch.__doc__

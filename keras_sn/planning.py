@@ -64,6 +64,9 @@ class InForce:
     region_jit: bool | None = None
     """Whether the regions are compiled by XLA; None before there is a train function."""
     update: GroupedUpdate | None = None
+    is_aside: bool = False
+    """Whether the model runs as plain Keras for now, to be compared with."""
+    is_verified: bool = False
     waiting_updates: list[tuple[keras.Variable, Any]] | None = None
     """State updates of the training step that is being traced or run; None outside one."""
 

@@ -23,6 +23,7 @@ class Settings:
     host_budget: int | str | None = None
     policy: Policy = "auto"
     plan: Plan | None = None
+    verify: str | None = None
 
     def __post_init__(self):
         if isinstance(self.plan, str):
@@ -30,6 +31,8 @@ class Settings:
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise PlanError(f"`plan` must be a `keras_sn.Plan` or what its `to_json()` wrote. Received: plan={self.plan!r}")
         check_policy(self.policy)
+        if self.verify not in (None, "first_step"):
+            raise PlanError(f"`verify` must be None or 'first_step'. Received: verify={self.verify!r}")
         for argument in ("memory_budget", "host_budget"):
             if getattr(self, argument) is not None:
                 parse_bytes(getattr(self, argument), argument=argument)
@@ -52,4 +55,5 @@ class Settings:
             "host_budget": self.host_budget,
             "policy": policy,
             "plan": self.plan.to_json() if self.plan else None,
+            "verify": self.verify,
         }

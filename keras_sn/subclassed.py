@@ -80,7 +80,7 @@ class ChildPlanner:
             yield
 
     def _is_planned(self) -> bool:
-        return self._model.settings.policy != "none"
+        return self._model.settings.policy != "none" and not self._model._now.is_aside
 
     def _shapes(self) -> list[tuple[int, ...]]:
         return [tuple(leaf.shape) for leaf in keras.tree.flatten(self._arguments) if isinstance(leaf, keras.KerasTensor)]

@@ -1,0 +1,92 @@
+"""`verify="first_step"`: equal models pass and are left as they were; a layer that changes its mind is named."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers as L
+
+import keras_sn
+from keras_sn.errors import PlanError, VerificationError
+
+RANDOM = np.random.default_rng(3)
+X, Y = RANDOM.normal(size=(8, 6)).astype("float32"), RANDOM.normal(size=(8, 2)).astype("float32")
+
+
+class Fickle(L.Layer):
+    """Does something else each time it is called, unless `is_steady`."""
+
+    def __init__(self, is_steady=False, **kwargs):
+        super().__init__(**kwargs)
+        self.is_steady, self.calls = is_steady, [0]
+
+    def call(self, x):
+        self.calls[0] += not self.is_steady
+        return x * float(self.calls[0])
+
+
+def fickle(is_steady=False, **settings):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    x = L.Dropout(0.3)(L.BatchNormalization()(L.Dense(8, activation="relu", name="first")(inputs)))
+    x = L.Dense(8, name="second")(Fickle(is_steady, name="fickle")(x))
+    model = keras_sn.SNModel(inputs, L.Dense(2, name="head")(x), policy={"*": "recompute"}, verify="first_step", **settings)
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    return model
+
+
+class Net(keras_sn.SNModel):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.block, self.out = keras.Sequential([L.Dense(8, activation="relu"), L.Dropout(0.5)]), L.Dense(2)
+
+    def call(self, x, training=None):
+        return self.out(self.block(x, training=training))
+
+
+@pytest.mark.parametrize("feed", ["arrays", "generator", "train_on_batch"])
+def test_a_layer_that_changes_its_mind_is_named(feed):
+    model = fickle()
+    before = [np.array(variable) for variable in model.variables]
+    train = {
+        "arrays": lambda: model.fit(X, Y, verbose=0),
+        "generator": lambda: model.fit((batch for batch in [(X, Y)]), verbose=0),
+        "train_on_batch": lambda: model.train_on_batch(X, Y),
+    }
+    with pytest.raises(VerificationError, match=r"(loss|gradient).*at layer 'fickle'.*Received: model.*policy 'dict'"):
+        train[feed]()
+    for variable, old in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, old)
+
+
+def test_an_equal_model_is_left_as_it_was():
+    def train(verify):
+        keras.utils.set_random_seed(1)
+        model = Net(policy="recompute", verify=verify)
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+        history = model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        assert model.plan.regions
+        return history
+
+    assert train("first_step") == train(None)
+
+
+def test_the_first_batch_is_verified_once_and_trained_on(caplog):
+    model = fickle(is_steady=True)
+    seen = []
+
+    def batches():
+        for start in (0, 4):
+            seen.append(start)
+            yield X[start : start + 4], Y[start : start + 4]
+
+    with caplog.at_level("INFO", logger="keras_sn"):
+        model.fit(batches(), verbose=0)
+        model.fit(X, Y, verbose=0)
+    assert seen == [0, 4]
+    assert model.optimizer.iterations == 3
+    assert sum("verified" in record.message for record in caplog.records) == 1
+
+
+def test_only_one_word_is_known():
+    with pytest.raises(PlanError, match=r"Received: verify='always'"):
+        Net(verify="always")
