@@ -14,7 +14,10 @@ ROOT = Path(__file__).parent.parent
     ("name", "arguments", "expected"),
     [
         ("quickstart", ["--samples", "32", "--budget", "300MiB"], "budget 300 MiB"),
-        ("convert_existing", ["--image-size", "32", "--steps", "1"], "the existing model has the trained weights: True"),
+        pytest.param(
+            *("convert_existing", ["--image-size", "32", "--steps", "1"], "the existing model has the trained weights: True"),
+            marks=pytest.mark.full,
+        ),
         ("depth_limits", ["--help"], "--memory"),
     ],
 )

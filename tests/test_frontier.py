@@ -13,7 +13,7 @@ from keras_sn.benchmarks.frontier import CASES, OTHERS, Case, Frontier, collect
 from keras_sn.errors import BudgetError
 
 TINY = {
-    "resnet50": Case("ResNet", partial(networks.resnet, 1, 1, 0, 0, image_size=64, width=8, classes=10), 256),
+    "resnet50": Case("ResNet", partial(networks.resnet, (1, 1, 0, 0), image_size=64, width=8, classes=10), 256),
     "vgg16": Case("VGG", partial(networks.vgg16, image_size=32, width=8, units=64, classes=10), 256),
     "inception_v4": Case("Inception", partial(networks.inception_v4, image_size=75, width=4, blocks=(0, 0, 0)), 64),
     "densenet": Case("DenseNet", partial(networks.densenet, blocks=(1, 2), growth=8, image_size=32, width=16), 256),

@@ -67,21 +67,15 @@ def train(make, wrap, mode, dtype="float32"):
     return trained_state(model, history)
 
 
-QUICK = {("composite", "graph"), ("composite", "eager"), ("masked", "graph"), ("nested", "xla")}
+CASES = [(kind, mode, False) for kind in BLOCKS for mode in ("graph", "eager", "xla")]
+CASES += [(kind, mode, True) for kind in BLOCKS for mode in ("graph", "eager")]  # XLA cannot offload
+QUICK = {("composite", "graph", True), ("composite", "eager", False), ("masked", "graph", False), ("nested", "xla", False)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"),
-    [
-        pytest.param(kind, mode, marks=[pytest.mark.full] * ((kind, mode) not in QUICK))
-        for kind in BLOCKS
-        for mode in ("graph", "eager", "xla")
-    ],
+    ("kind", "mode", "offload"), [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.full]) for one in CASES]
 )
-@pytest.mark.parametrize("offload", [False, True])
 def test_equal_to_the_layer_alone(kind, mode, offload):
-    if mode == "xla" and offload:
-        pytest.skip("XLA cannot offload")
     plain = train(BLOCKS[kind], lambda layer: layer, mode)
     wrapped = train(BLOCKS[kind], lambda layer: Recompute(layer, offload=offload), mode)
     assert_equal(wrapped, plain, exact=mode != "xla")

@@ -19,7 +19,7 @@ from keras_sn.trace import trace
 
 MIB = 2**20
 TINY = {
-    "resnet": partial(networks.resnet, 1, 1, 1, 1, image_size=32, width=2, classes=3),
+    "resnet": partial(networks.resnet, (1, 1, 1, 1), image_size=32, width=2, classes=3),
     "alexnet": partial(networks.alexnet, image_size=67, filters=(2, 3, 4, 4, 3), units=4, classes=3),
     "vgg16": partial(networks.vgg16, image_size=32, width=2, units=4, classes=3),
     "inception_v4": partial(networks.inception_v4, image_size=75, width=1, blocks=(1, 1, 1), classes=3),

@@ -26,20 +26,21 @@ POLICIES = {
 RTOL = {"float32": 2e-5, "float64": 1e-12, "mixed_float16": 5e-3, "mixed_bfloat16": 4e-2}
 """Under XLA, and for models of `ROUNDED`; else nothing may differ."""
 QUICK = {("float32", "graph"): ("dict",)}
-OFTEN = {"resnet", "transformer", "vae"}
+OFTEN = {"resnet", "vae"}
+SLOW = {"quantized", "conv_lstm", "recurrent"}
 MORE_OFTEN = {
     ("float32", "eager"): ("all", "dict"),
     ("float32", "graph"): ("all", "offload", "superneurons", "dict", "recompute"),
     ("float32", "xla"): ("dict",),
     ("mixed_float16", "graph"): ("dict",),
 }
-"""What CI runs of the matrix, for most models and for those of `OFTEN`; the rest has the mark `full`."""
+"""What CI runs of the matrix, for most models and for those of `OFTEN`; the rest, and those of `SLOW`, have the mark `full`."""
 ROUNDED = {"inception"}
 """A tensor has four readers in different regions, and their gradients are added in another order (docs/how-it-works.md)."""
 
 
 def _marks(name, mode, dtype, policy):
-    quick = MORE_OFTEN if name in OFTEN else QUICK
+    quick = MORE_OFTEN if name in OFTEN else {} if name in SLOW else QUICK
     yield pytest.mark.xdist_group(f"{name}-{mode}-{dtype}")
     if policy not in quick.get((dtype, mode), ()):
         yield pytest.mark.full
@@ -58,7 +59,7 @@ def test_equal_to_plain_keras(name, mode, dtype, policy):
     assert_equal(trained, plain, exact=mode != "xla" and name not in ROUNDED, rtol=RTOL[dtype])
 
 
-@pytest.mark.parametrize("name", ["resnet", "siamese"])
+@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.full), "siamese"])
 def test_equal_at_every_budget(name):
     """From just less than plain Keras needs down to the least that any policy needs."""
     peaks = []

@@ -75,8 +75,14 @@ def train(make, mode="graph", dtype="float32", **compile_arguments):
     return model, trained_state(model, history)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "offload", {"block*": "recompute", "dense": "offload"}, "none"], ids=str)
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+MIXED = {"block*": "recompute", "dense": "offload"}
+QUICK = [("recompute", "graph"), (MIXED, "graph"), ("offload", "eager")]
+CASES = [(policy, mode) for policy in ("recompute", "offload", MIXED, "none") for mode in ("graph", "eager")]
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode"), [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.full]) for one in CASES], ids=str
+)
 def test_equal_to_plain_keras(policy, mode):
     _, plain = train(Plain, mode)
     model, trained = train(lambda: Net(policy=policy), mode)
@@ -90,6 +96,7 @@ def test_equal_in_mixed_precision_and_in_steps_of_several():
     assert_equal(trained, plain, exact=True)
 
 
+@pytest.mark.full
 def test_equal_under_xla():
     _, plain = train(Plain, "xla")
     _, trained = train(lambda: Net(policy="recompute"), "xla")
