@@ -158,6 +158,11 @@ def is_device_open() -> bool:
     return False
 
 
+def has_gpu() -> bool:
+    """Whether TensorFlow computes on a GPU."""
+    return bool(tf.config.get_visible_devices("GPU"))
+
+
 def memory_limit_bytes() -> int | None:
     """Memory of the device that TensorFlow computes on, in bytes; `None` where nobody can tell.
 

@@ -44,7 +44,8 @@ class SNModel(keras.Model):
         outputs: As in `keras.Model`.
         memory_budget: What the device may hold during a training step: bytes, or text such as `"12GiB"`. None means what the
             device has.
-        host_budget: What the host may hold of it; None means 80 % of the free memory.
+        host_budget: What `"auto"` may let the host hold of it; None means 80 % of the free memory, and nothing without a GPU,
+            where it is the same memory.
         policy: `"auto"` (plain Keras if it fits, else the fastest plan found that does), `"recompute"`, `"offload"`,
             `"superneurons"`, `"none"`, or a dict from patterns of layer names to `"keep"`, `"recompute"` or `"offload"`.
         plan: A plan to run instead of one that is made: a `Plan` (for example `model.plan` of an equal model, edited with

@@ -20,6 +20,8 @@ from keras_sn.superneurons import superneurons_regions
 
 NAMED_GRAPH = 10_000
 """Layer calls; in a larger graph `"auto"` does not look at the plans of other policies, which take longer than its own."""
+PAPERS_ROOMS = (1.0, 1.1, 1.25, 1.6)
+"""Of the room: what the paper's policy plans for one budget may need less, and then be the best for that."""
 
 
 def make_plan(
@@ -190,10 +192,8 @@ def _least_memory(costs: StepCosts) -> Candidate:
 def _cheapest(costs: StepCosts, room_bytes: int, limits: _Limits) -> Candidate:
     named = []
     if len(costs.graph.layers) <= NAMED_GRAPH:
-        named = [
-            regions_of_policy(costs.graph, "offload"),
-            superneurons_regions(costs.graph, room_bytes),
-        ]
+        papers = (superneurons_regions(costs.graph, int(share * room_bytes)) for share in PAPERS_ROOMS)
+        named = [regions_of_policy(costs.graph, "offload"), *papers]
     auto = Auto(SpanCosts(costs), limits.host_bytes, named)
     if found := auto.cheapest(room_bytes):
         return found

@@ -45,7 +45,7 @@ class Settings:
 
     def host_budget_bytes(self) -> int:
         if self.host_budget is None:
-            return device.host_limit_bytes()
+            return device.host_limit_bytes() if device.has_gpu() else 0  # else the host's memory is the device's own
         return parse_bytes(self.host_budget, argument="host_budget")
 
     def config(self) -> dict[str, Any]:

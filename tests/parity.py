@@ -42,7 +42,7 @@ def train(
     try:
         model = kind.build()
         if policy is not None:
-            model = keras_sn.SNModel.from_model(model, policy=policy, memory_budget=memory_budget)
+            model = keras_sn.SNModel.from_model(model, policy=policy, memory_budget=memory_budget, host_budget="1GiB")
         trained = _fit(model, kind, mode, compile_options, "")
         for count, change in enumerate(kind.before_further_fits, start=2):
             change(model)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_sn import device
 from keras_sn.errors import KerasSNError
+from keras_sn.settings import Settings
 
 GIB = 2**30
 GPU = SimpleNamespace(name="/physical_device:GPU:0")
@@ -185,3 +186,10 @@ def test_a_real_gpu():
     peak, limit, allocator_limit = map(int, lines[2].split())
     assert GIB <= peak <= 1.1 * GIB
     assert limit == allocator_limit == 2 * GIB
+
+
+def test_without_a_gpu_nothing_is_offloaded_unless_asked_for():
+    """The host's memory is the device's own there."""
+    assert not device.has_gpu()
+    assert Settings(memory_budget="1GiB").host_budget_bytes() == 0
+    assert Settings(memory_budget="1GiB", host_budget="2GiB").host_budget_bytes() == 2 * GIB
