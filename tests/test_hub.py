@@ -187,7 +187,8 @@ def test_half_of_the_memory_gives_equal_numbers(case, mode):
     assert_equal(trained, _numbers(_compiled(_built(case), mode), x), exact=True)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("vit", "eager"), pytest.param("vit/head", "graph", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mode"), [("vit", "eager"), ("vit/head", "graph")])
 def test_a_backbone_that_is_one_layer_gives_equal_numbers(name, mode):
     case = CASES[name]
     x = case[1](np.random.default_rng(1))

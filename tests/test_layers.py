@@ -81,6 +81,7 @@ def test_equal_to_the_layer_alone(kind, mode, offload):
     assert_equal(wrapped, plain, exact=mode != "xla")
 
 
+@pytest.mark.full
 def test_equal_in_mixed_precision():
     plain = train(Block, lambda layer: layer, "graph", "mixed_float16")
     assert_equal(train(Block, Recompute, "graph", "mixed_float16"), plain, exact=True)

@@ -29,8 +29,8 @@ QUICK = {("float32", "graph"): ("dict",)}
 OFTEN = {"resnet", "vae"}
 SLOW = {"quantized", "conv_lstm", "recurrent"}
 MORE_OFTEN = {
-    ("float32", "eager"): ("all", "dict"),
-    ("float32", "graph"): ("all", "offload", "superneurons", "dict", "recompute"),
+    ("float32", "eager"): ("dict",),
+    ("float32", "graph"): ("all", "offload", "superneurons", "dict"),
     ("float32", "xla"): ("dict",),
     ("mixed_float16", "graph"): ("dict",),
 }
