@@ -20,8 +20,7 @@ from keras_sn.superneurons import superneurons_regions
 
 NAMED_GRAPH = 10_000
 """Layer calls; in a larger graph `"auto"` does not look at the plans of other policies, which take longer than its own."""
-PAPERS_ROOMS = (1.0, 1.1, 1.25, 1.6)
-"""Of the room: what the paper's policy plans for one budget may need less, and then be the best for that."""
+PAPERS_HALVINGS = 6
 
 
 def make_plan(
@@ -192,12 +191,25 @@ def _least_memory(costs: StepCosts) -> Candidate:
 def _cheapest(costs: StepCosts, room_bytes: int, limits: _Limits) -> Candidate:
     named = []
     if len(costs.graph.layers) <= NAMED_GRAPH:
-        papers = (superneurons_regions(costs.graph, int(share * room_bytes)) for share in PAPERS_ROOMS)
-        named = [regions_of_policy(costs.graph, "offload"), *papers]
+        named = [regions_of_policy(costs.graph, "offload"), *_papers_plans(costs, room_bytes)]
     auto = Auto(SpanCosts(costs), limits.host_bytes, named)
     if found := auto.cheapest(room_bytes):
         return found
     raise limits.error(auto.smallest)
+
+
+def _papers_plans(costs: StepCosts, room_bytes: int) -> list[list[Region]]:
+    """The paper's plan for the room, and for the largest room of up to twice that whose plan fits: its plans often need less."""
+    low, high = 1.0, 2.0
+    best = first = superneurons_regions(costs.graph, room_bytes)
+    for _ in range(PAPERS_HALVINGS):
+        middle = (low + high) / 2
+        regions = superneurons_regions(costs.graph, int(middle * room_bytes))
+        if evaluate(costs, regions, room_bytes).peak_bytes <= room_bytes:
+            low, best = middle, regions
+        else:
+            high = middle
+    return [first, best]
 
 
 def _annotated(chosen: Candidate) -> tuple[Region, ...]:
