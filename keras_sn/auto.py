@@ -7,7 +7,7 @@ from math import inf
 
 from keras_sn.candidates import Candidate, evaluate
 from keras_sn.cost import StepCosts
-from keras_sn.drafts import Draft, regions_of
+from keras_sn.drafts import Draft, draft_of, regions_of
 from keras_sn.graph import LayerGraph
 from keras_sn.improve import improve, simple_drafts
 from keras_sn.plan import Region
@@ -70,7 +70,7 @@ class Auto:
 
     def cheapest(self, room_bytes: int) -> Candidate | None:
         """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
-        tried = list(self._within(room_bytes))
+        tried = [*self._within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
         found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
         found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
         if self.host_bytes != 0 and (alone := self.on_device.cheapest(room_bytes)):

@@ -48,6 +48,17 @@ def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:
     return regions
 
 
+def draft_of(graph: LayerGraph, regions: Sequence[Region]) -> Draft:
+    """The draft whose regions are cut and save inside like these."""
+    made = [{t for layer in graph.layers_named(region.layers) for t in layer.outputs} for region in regions]
+    return Draft(
+        tuple(graph.position[region.layers[-1]] for region in regions),
+        frozenset(graph.position[region.layers[-1]] for region in regions if not region.recompute),
+        frozenset(one.tensor for region, own in zip(regions, made, strict=True) for one in region.saved if one.tensor in own),
+        frozenset(one.tensor for region in regions for one in region.saved if one.is_away),
+    )
+
+
 def inputs_of(layers: Sequence[LayerCall]) -> list[str]:
     """What the layer calls read from outside, in the order of reading."""
     made = {tensor for layer in layers for tensor in layer.outputs}
