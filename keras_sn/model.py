@@ -189,7 +189,7 @@ class SNModel(keras.Model):
             return super().__call__(*args, **kwargs)
 
     def _children_run_by_plan(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager:
-        return self._children.run_by_plan(self._now, self._planned_for, args, kwargs, jit=self._region_jit())
+        return self._children.run_by_plan(self._planned_for, self._region_jit, args, kwargs)
 
     def _signature(self, batch_size: int, inputs: Any) -> Shapes:
         return self._children.signature(batch_size, inputs)

@@ -1,7 +1,7 @@
 """What a model with its own `call()` needs to be planned and run: its inputs' shapes, a recording, its children's regions."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -13,7 +13,7 @@ from keras_sn.batches import shape_of
 from keras_sn.children import ChildRegions, watched
 from keras_sn.errors import PlanError, UnsupportedModelError
 from keras_sn.plan import Plan
-from keras_sn.planning import InForce, Shapes
+from keras_sn.planning import Shapes
 from keras_sn.recording import record_calls
 from keras_sn.trace import ModelTrace
 
@@ -57,30 +57,33 @@ class ChildPlanner:
         with self._runs_on_symbols():
             return record_calls(self._model, args, kwargs)
 
-    @contextmanager
     def run_by_plan(
-        self, now: InForce, planned_for: Callable[[Any], Plan], args: tuple, kwargs: dict[str, Any], *, jit: bool
-    ) -> Iterator[None]:
-        """Inside, the calls of the model's children are regions, if a gradient may be asked for and the plan has regions."""
-        arrays = [leaf for leaf in keras.tree.flatten((args, kwargs)) if hasattr(leaf, "shape")]
-        if not arrays or not self._is_planned() or any(isinstance(one, keras.KerasTensor) for one in arrays):
-            yield
-            return
-        if keras_internals.in_stateless_scope() or not keras_internals.may_record():
-            yield
-            return
-        rest = {name: value for name, value in kwargs.items() if name != "training"}
-        if self._arguments is None:
-            self._note((args, rest), None)
-        if planned_for([tuple(one.shape) for one in arrays]).is_plain:
-            yield
-            return
-        regions = now.executor_for(lambda: ChildRegions(now.plan, jit=jit), jit)
-        with watched(self._model.layers, regions.handler()):
-            yield
+        self, planned_for: Callable[[Any], Plan], wants_jit: Callable[[], bool], args: tuple, kwargs: dict[str, Any]
+    ) -> AbstractContextManager:
+        """Inside, the calls of the model's children are regions, if a gradient may be asked for and the plan has regions.
 
-    def _is_planned(self) -> bool:
-        return self._model.settings.policy != "none" and not self._model._now.is_aside
+        Args:
+            planned_for: The plan for inputs of these shapes.
+            wants_jit: Whether regions are compiled by XLA.
+            args: Of the model's call.
+            kwargs: Likewise.
+        """
+        arrays = [leaf for leaf in keras.tree.flatten((args, kwargs)) if hasattr(leaf, "shape")]
+        if not arrays or not self._may_run(arrays):
+            return nullcontext()
+        if self._arguments is None or len(self._shapes()) != len(arrays):
+            self._note((args, {name: value for name, value in kwargs.items() if name != "training"}), None)
+        plan = planned_for([tuple(one.shape) for one in arrays])
+        if plan.is_plain:
+            return nullcontext()
+        jit = wants_jit()
+        regions = self._model._now.executor_for(lambda: ChildRegions(plan, jit=jit), jit)
+        return watched(self._model.layers, regions.handler())
+
+    def _may_run(self, arrays: Sequence[Any]) -> bool:
+        if self._model.settings.policy == "none" or self._model._now.is_aside or keras_internals.in_stateless_scope():
+            return False
+        return keras_internals.may_record() and not any(isinstance(one, keras.KerasTensor) for one in arrays)
 
     def _shapes(self) -> list[tuple[int, ...]]:
         return [tuple(leaf.shape) for leaf in keras.tree.flatten(self._arguments) if isinstance(leaf, keras.KerasTensor)]

@@ -269,3 +269,21 @@ def test_a_plan_of_its_own_is_adopted():
     specs = tf.TensorSpec((None, 16, 64))
     plan = wide(policy="recompute").build_plan(4, inputs=specs)
     assert wide(plan=plan).build_plan(4, inputs=specs).regions == plan.regions
+
+
+def test_calls_with_other_arguments_are_planned_anew():
+    class Sum(keras_sn.SNModel):
+        def __init__(self):
+            super().__init__(policy="recompute")
+            self.block, self.out = Block(), L.Dense(2)
+
+        def call(self, x, more=None, training=None):
+            return self.out(self.block(x if more is None else x + more))
+
+    keras.utils.set_random_seed(2)
+    model, x = Sum(), tf.constant(X)
+    for inputs in ((x, x), (x,), (x, x)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(*inputs, training=True) ** 2)
+        assert all(gradient is not None for gradient in tape.gradient(loss, model.trainable_variables))
+        assert model.plan.regions
