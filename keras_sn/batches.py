@@ -26,20 +26,14 @@ def first_batch(x: Any, batch_size: int | None, *, needs_shapes: bool) -> tuple[
             is_known = all(spec.shape.is_fully_defined() for spec in specs)
         else:
             is_known = bool(specs[0].shape.rank) and specs[0].shape[0] is not None
-        return x, inputs_of_batch(x.element_spec if is_known else next(iter(x)))
-    if isinstance(x, tf.distribute.DistributedDataset):
-        return x, inputs_of_batch(next(iter(x)))
-    if isinstance(x, keras.utils.PyDataset):
-        return x, inputs_of_batch(x[0])
-    if isinstance(x, Iterator):
-        first = next(x)
-        return _resumed(first, x), inputs_of_batch(first)
-    if type(x).__module__.startswith("torch.utils.data"):
-        return x, tf.TensorSpec((x.batch_size,)) if x.batch_size and not needs_shapes else inputs_of_batch(next(iter(x)))
-    size = min(batch_size or 32, count_samples(x))
-    if not needs_shapes:
-        return x, tf.TensorSpec((size,))
-    return x, keras.tree.map_structure(lambda array: None if array is None else array[:size], x)
+        if is_known:
+            return x, inputs_of_batch(x.element_spec)
+    if not needs_shapes and _is_torch_loader(x) and x.batch_size:
+        return x, tf.TensorSpec((x.batch_size,))
+    if not needs_shapes and _is_array(x):
+        return x, tf.TensorSpec((min(batch_size or 32, count_samples(x)),))
+    x, batch = _peeked(x, (x,), batch_size)
+    return x, inputs_of_batch(batch)
 
 
 def whole_batch(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tuple[Any, tuple[Any, Any, Any]]:
@@ -54,17 +48,31 @@ def whole_batch(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> t
     Returns:
         What to train on, and `(x, y, sample_weight)` of the first batch.
     """
-    if isinstance(x, Iterator):
-        batch = next(x)
-        x = _resumed(batch, x)
-    elif isinstance(x, keras.utils.PyDataset):
-        batch = x[0]
-    elif isinstance(x, tf.data.Dataset) or type(x).__module__.startswith("torch.utils.data"):
-        batch = next(iter(x))
-    else:
-        size = min(batch_size or 32, count_samples(x))
-        batch = keras.tree.map_structure(lambda array: None if array is None else array[:size], (x, y, sample_weight))
+    x, batch = _peeked(x, (x, y, sample_weight), batch_size)
     return x, keras.utils.unpack_x_y_sample_weight(batch)
+
+
+def _peeked(x: Any, arrays: tuple, batch_size: int | None) -> tuple[Any, Any]:
+    """What to train on, and its first batch; of `arrays` if `x` is no data set."""
+    if isinstance(x, Iterator):
+        first = next(x)
+        return _resumed(first, x), first
+    if isinstance(x, keras.utils.PyDataset):
+        return x, x[0]
+    if not _is_array(x):
+        return x, next(iter(x))
+    size = min(batch_size or 32, count_samples(x))
+    return x, keras.tree.map_structure(lambda array: None if array is None else array[:size], arrays)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether `x` is an array, or a structure of arrays, and no data set."""
+    datasets = (tf.data.Dataset, tf.distribute.DistributedDataset, keras.utils.PyDataset, Iterator)
+    return not isinstance(x, datasets) and not _is_torch_loader(x)
+
+
+def _is_torch_loader(x: Any) -> bool:
+    return type(x).__module__.startswith("torch.utils.data")
 
 
 def inputs_of_batch(batch: Any) -> Any:

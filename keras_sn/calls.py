@@ -15,24 +15,14 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
+from keras_sn.layer_calls import CallArguments, ModelTrace, TracedCall
+from keras_sn.passes import assign_all
 from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
-from keras_sn.regions import RegionLibrary
+from keras_sn.regions import RegionLibrary, autocast_dtype_of
 from keras_sn.runtime import PlanExecutor
-from keras_sn.trace import ModelTrace, TracedCall
 
 _NAME = "call"
 _COMPARABLE = (str, int, float, bool, type(None), np.number, np.bool_)
-
-
-class CallArguments:
-    """The arguments of a call, with a `KerasTensor` in the place of each tensor; see `TracedCall.arguments`."""
-
-    def __init__(self, args: tuple, kwargs: dict[str, Any]):
-        self.args, self.kwargs = args, kwargs
-
-    def fill_in(self, tensors: dict[int, Any]) -> tuple[tuple, dict]:
-        """The arguments with tensors again, by the id of what stands for them."""
-        return keras.tree.map_structure(lambda leaf: tensors.get(id(leaf), leaf), (self.args, self.kwargs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,41 +45,33 @@ class CallRunner:
         self.library = RegionLibrary()
         self._executors: dict[Hashable, _CallExecutor] = {}
 
-    def run(self, layer: Any, args: tuple, kwargs: dict[str, Any], *, training: bool | None, offload: bool) -> Any:
-        """Calls a layer.
+    def run(self, call: "LayerCallOnTensors", *, offload: bool) -> Any:
+        """Makes a call.
 
         Args:
-            layer: The layer.
-            args: Its arguments; tensors may be anywhere inside lists, tuples and dicts.
-            kwargs: Likewise, without `training`.
-            training: The mode.
-            offload: Let the inputs wait on the host.
+            call: The call.
+            offload: Let its inputs wait on the host.
 
         Returns:
             What the layer returns. Its state has been updated and its losses have been added, once.
         """
-        call = LayerCallOnTensors(layer, args, kwargs, training)
         key = call.key()
         if key is None:
-            return layer(*args, **kwargs, training=training)
+            return call.layer(*call.args, **call.kwargs, training=call.training)
         if (key, offload) not in self._executors:
             self._executors[key, offload] = self._executor(call, offload)
-        called, tensors = self._executors[key, offload], call.tensors
-        result = called.executor.run(tensors)
-        for owner, loss in result.losses:
-            owner.add_loss(loss)
-        for variable, value in result.state_updates:
-            variable.assign(value)
+        called = self._executors[key, offload]
+        result = called.executor.run(call.tensors)
+        result.add_losses()
+        assign_all(result.state_updates)
         return keras.tree.pack_sequence_as(called.structure, result.outputs)
 
     def _executor(self, call: "LayerCallOnTensors", offload: bool) -> _CallExecutor:
         trace, structure = call.trace()
         saved = tuple(Saved(name, HOST if offload else DEVICE) for name in trace.graph.inputs)
         plan = Plan("dict", 0, (Region((_NAME,), saved),), 0, 0, 0)
-        layer = call.layer
-        mixed = layer.compute_dtype if layer.compute_dtype != layer.variable_dtype else None
-        common = {"jit": self.jit, "library": self.library, "ties": self.ties, "owner": self}
-        executor = PlanExecutor(trace, plan, autocast_dtype=mixed, **common)
+        options = {"jit": self.jit, "library": self.library, "ties": self.ties, "owner": self}
+        executor = PlanExecutor(trace, plan, autocast_dtype=autocast_dtype_of(call.layer), **options)
         return _CallExecutor(executor, structure)
 
 
@@ -99,8 +81,17 @@ class LayerCallOnTensors:
 
     layer: Any
     args: tuple
+    """Tensors may be anywhere inside lists, tuples and dicts."""
     kwargs: dict[str, Any]
+    """Without `training`."""
     training: bool | None
+    """The mode."""
+
+    @classmethod
+    def inside_keras(cls, layer: Any, args: tuple, kwargs: dict[str, Any]) -> "LayerCallOnTensors":
+        """What Keras' `Layer.__call__` is about to hand to `layer.call`; that has the mode only if it takes one."""
+        rest = {name: value for name, value in kwargs.items() if name != "training"}
+        return cls(layer, args, rest, keras_internals.training_mode())
 
     @cached_property
     def leaves(self) -> list[Any]:
@@ -126,7 +117,7 @@ class LayerCallOnTensors:
     def traced(self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> TracedCall:
         """The call, ready to be made again on other tensors. `inputs` are names for `tensors`."""
         places = {id(one): keras.KerasTensor(one.shape, one.dtype.name) for one in self.tensors}
-        args, kwargs = keras.tree.map_structure(lambda leaf: places.get(id(leaf), leaf), (self.args, self.kwargs))
+        args, kwargs = CallArguments(self.args, self.kwargs).fill_in(places)
         bindings = tuple((id(place), given) for place, given in zip(places.values(), inputs, strict=True))
         return TracedCall(name, self.layer, CallArguments(args, kwargs), bindings, outputs, self.training)
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from keras_sn import keras_internals
-from keras_sn.calls import CallRunner
-from keras_sn.plan import HOST, Plan
+from keras_sn.calls import CallRunner, LayerCallOnTensors
+from keras_sn.layer_calls import CallNames
+from keras_sn.plan import Plan
 
 Handler = Callable[[Any, Callable[..., Any], tuple, dict[str, Any]], Any]
 """`(layer, its own call, args, kwargs) -> outputs`."""
@@ -61,17 +62,6 @@ def _watching(layer: Any) -> Callable[..., Any]:
     return call
 
 
-def call_names() -> Callable[[Any], str]:
-    """Names layer calls in the order in which they come: the layer's name, from its second call on with a number."""
-    uses: Counter[str] = Counter()
-
-    def name_of(layer: Any) -> str:
-        uses[layer.name] += 1
-        return layer.name if uses[layer.name] == 1 else f"{layer.name}#{uses[layer.name]}"
-
-    return name_of
-
-
 class ChildRegions:
     """Runs the calls of a model's child layers by a plan.
 
@@ -86,16 +76,15 @@ class ChildRegions:
 
     def handler(self) -> Handler:
         """For one call of the model."""
-        name_of = call_names()
+        name_of = CallNames()
 
         def handle(layer: Any, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-            region = self._regions.get(name_of(layer))
+            region = self._regions.get(name_of(layer.name))
             is_kept = region is not None and not region.recompute
             # Keras adds the penalty on a layer's outputs after `call`, and would add it inside the region too.
             if is_kept or layer.activity_regularizer is not None or keras_internals.in_stateless_scope():
                 return original(*args, **kwargs)
-            rest = {name: value for name, value in kwargs.items() if name != "training"}
-            offload = region is not None and any(one.tier == HOST for one in region.saved)
-            return self._runner.run(layer, args, rest, training=keras_internals.training_mode(), offload=offload)
+            offload = region is not None and any(one.is_away for one in region.saved)
+            return self._runner.run(LayerCallOnTensors.inside_keras(layer, args, kwargs), offload=offload)
 
         return handle

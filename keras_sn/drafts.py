@@ -50,13 +50,14 @@ def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:
 
 def draft_of(graph: LayerGraph, regions: Sequence[Region]) -> Draft:
     """The draft whose regions are cut and save inside like these."""
-    made = [{t for layer in graph.layers_named(region.layers) for t in layer.outputs} for region in regions]
-    return Draft(
-        tuple(graph.position[region.layers[-1]] for region in regions),
-        frozenset(graph.position[region.layers[-1]] for region in regions if not region.recompute),
-        frozenset(one.tensor for region, own in zip(regions, made, strict=True) for one in region.saved if one.tensor in own),
-        frozenset(one.tensor for region in regions for one in region.saved if one.is_away),
-    )
+    ends = tuple(graph.position[region.layers[-1]] for region in regions)
+    kept = frozenset(end for end, region in zip(ends, regions, strict=True) if not region.recompute)
+    inside, away = set(), set()
+    for region in regions:
+        inputs = set(inputs_of(graph.layers_named(region.layers)))
+        inside |= {one.tensor for one in region.saved if one.tensor not in inputs}
+        away |= {one.tensor for one in region.saved if one.is_away}
+    return Draft(ends, kept, frozenset(inside), frozenset(away))
 
 
 def inputs_of(layers: Sequence[LayerCall]) -> list[str]:

@@ -8,29 +8,21 @@ from typing import Any
 import keras
 
 from keras_sn import keras_internals
-from keras_sn.model import SNModel, assign_all
-from keras_sn.plan import Plan
+from keras_sn.layer_calls import ModelTrace
+from keras_sn.model import SNModel
+from keras_sn.passes import assign_all
 from keras_sn.planning import InForce, Shapes, has_open_axes, input_shapes
-from keras_sn.policies import Policy
+from keras_sn.regions import autocast_dtype_of
 from keras_sn.runtime import PlanExecutor
 from keras_sn.settings import Settings
-from keras_sn.trace import ModelTrace, trace
+from keras_sn.trace import trace
 
 
 class FunctionalSNModel(SNModel, keras_internals.Functional):
     """What `SNModel(inputs, outputs)` makes. `SNModel` itself keeps its bases, so that other models can derive from it."""
 
-    def __init__(
-        self,
-        *args: Any,
-        memory_budget: int | str | None = None,
-        host_budget: int | str | None = None,
-        policy: Policy | None = None,
-        plan: Plan | str | None = None,
-        verify: str | None = None,
-        **kwargs: Any,
-    ):
-        settings = Settings(memory_budget, host_budget, "auto" if policy is None else policy, plan, verify)
+    def __init__(self, *args: Any, **kwargs: Any):
+        settings = Settings.taken_from(kwargs)
         with _deep_recursion():
             keras_internals.Functional.__init__(self, *args, **kwargs)
         if settings == Settings():
@@ -56,7 +48,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         return [body.trainable for body in self._executor_in_force().bodies]
 
     def _executor_in_force(self) -> PlanExecutor:
-        mixed = self.compute_dtype if self.compute_dtype != self.variable_dtype else None
+        mixed = autocast_dtype_of(self)
         jit = self._region_jit()
 
         def make() -> PlanExecutor:
@@ -77,8 +69,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         if self._planned_for(_shapes(self.inputs, flat)).is_plain:
             return super().call(inputs, training=training, mask=mask, **kwargs)
         result = self._executor_in_force().run(flat)
-        for layer, loss in result.losses:
-            layer.add_loss(loss)
+        result.add_losses()
         if self._now.waiting_updates is None:
             assign_all(result.state_updates)
         else:

@@ -74,9 +74,9 @@ def subsets(things: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def simple_drafts(graph: LayerGraph) -> list[Draft]:
-    """Where else local search may begin: every layer call a region of its own, or one region that saves all outputs but one."""
-    every, made = tuple(range(len(graph.layers))), frozenset(graph.producer)
-    found = [Draft(every), Draft(every, saved=made), *(Draft(every[-1:], saved=made - {tensor}) for tensor in graph.producer)]
+    """Where else local search may begin: every layer call a region of its own, recomputed or kept."""
+    every = tuple(range(len(graph.layers)))
+    found = [Draft(every), Draft(every, saved=frozenset(graph.producer))]
     return found if graph.is_compiled else [*found, Draft(every, kept=frozenset(every)), Draft(every, kept=frozenset(every[-1:]))]
 
 

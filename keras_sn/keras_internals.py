@@ -39,13 +39,16 @@ def functional_part(model: keras.Model) -> Any:
 
 def runs_its_graph(model: keras.Model) -> bool:
     """Whether calling the model means running its graph and nothing else: neither `call` nor `__call__` is its user's."""
-    known = {"keras", "keras_sn"}
-    return all(getattr(type(model), name).__module__.partition(".")[0] in known for name in ("call", "__call__"))
+    return calls_its_graph(model) and _is_of_keras(type(model).__call__)
 
 
 def calls_its_graph(model: keras.Model) -> bool:
     """Whether the model's `call` runs its graph and nothing else; its user's `__call__` may prepare the inputs."""
-    return type(model).call.__module__.partition(".")[0] in {"keras", "keras_sn"}
+    return _is_of_keras(type(model).call)
+
+
+def _is_of_keras(method: Any) -> bool:
+    return method.__module__.partition(".")[0] in {"keras", "keras_sn"}
 
 
 def standardize_inputs(model: Any, inputs: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_sn import keras_internals
-from keras_sn.calls import CallRunner
+from keras_sn.calls import CallRunner, LayerCallOnTensors
 
 
 @keras.saving.register_keras_serializable("keras_sn")
@@ -42,7 +42,7 @@ class Recompute(keras.Layer):
     def call(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
         if keras_internals.in_stateless_scope() or not keras_internals.may_record():
             return self.layer(inputs, *args, **kwargs, training=training)
-        return self._runner.run(self.layer, (inputs, *args), kwargs, training=training, offload=self.offload)
+        return self._runner.run(LayerCallOnTensors(self.layer, (inputs, *args), kwargs, training), offload=self.offload)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
         return self.layer.compute_mask(inputs, previous_mask)

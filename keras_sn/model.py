@@ -13,14 +13,16 @@ import tensorflow as tf
 from keras_sn import keras_internals
 from keras_sn.batches import count_samples, first_batch, whole_batch
 from keras_sn.errors import PlanError
+from keras_sn.layer_calls import ModelTrace
 from keras_sn.log import log
+from keras_sn.passes import assign_all
 from keras_sn.plan import Plan
 from keras_sn.planning import NOT_SETTLED, InForce, Shapes
 from keras_sn.policies import Policy
 from keras_sn.report import MeasuredPeak, plan_line
 from keras_sn.settings import Settings
 from keras_sn.subclassed import ChildPlanner
-from keras_sn.trace import ModelTrace, check_supported
+from keras_sn.trace import check_supported
 from keras_sn.updates import GroupedUpdate, grouped_update
 from keras_sn.verification import verify_first_step
 
@@ -79,7 +81,7 @@ class SNModel(keras.Model):
             _functional_class().__init__(self, *args, **given, **kwargs)
             return
         super().__init__(*args, **kwargs)
-        self.settings = Settings(**given | {"policy": "auto" if policy is None else policy})
+        self.settings = Settings.taken_from(given)
         self._now = InForce()
         self._children = ChildPlanner(self)
 
@@ -302,12 +304,8 @@ def _functional_class() -> type:
 
 def _with_methods_of(own: type, cls: type) -> type:
     """A class with the methods of a user's functional model over those of `SNModel`; files name the user's class."""
-    planned = _functional_class() if cls is SNModel else cls
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        planned.__init__(self, *args, **kwargs)
-
-    return type(own.__name__, (own, planned), {"__module__": own.__module__, "__init__": __init__})
+    planned = _put_functional_under(cls)
+    return type(own.__name__, (own, planned), {"__module__": own.__module__, "__init__": planned.__init__})
 
 
 def _put_functional_under(cls: type) -> type:
@@ -317,9 +315,3 @@ def _put_functional_under(cls: type) -> type:
     if issubclass(cls, SNModel) and not issubclass(cls, _functional_class()):
         cls.__bases__ = tuple(_put_functional_under(base) for base in cls.__bases__)
     return cls
-
-
-def assign_all(updates: Sequence[tuple[keras.Variable, Any]]) -> None:
-    """Gives variables their new values."""
-    for variable, value in updates:
-        variable.assign(value)

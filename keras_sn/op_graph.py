@@ -52,6 +52,8 @@ _MOVES = {
 }
 _EXPENSIVE = {"Erf", "Erfc", "Exp", "Expm1", "Log", "Log1p", "Pow", "Sigmoid", "Softplus", "Tanh"}
 """Element-wise operations that XLA does not repeat where their result is read (`InstructionFusion::IsExpensive`)."""
+LINEAR_OPERATIONS = _MOVES | _FREE | {"Add", "AddN", "AddV2", "BiasAdd", "Cast", "Mean", "Neg", "Sub", "Sum"}
+"""Their gradients read neither inputs nor outputs, but for sizes and places."""
 FUSIBLE_OPERATIONS = _ELEMENTWISE | _REDUCTIONS | _MOVES | _RANDOM | _FREE
 
 

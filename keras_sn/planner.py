@@ -21,6 +21,8 @@ from keras_sn.superneurons import superneurons_regions
 NAMED_GRAPH = 10_000
 """Layer calls; in a larger graph `"auto"` does not look at the plans of other policies, which take longer than its own."""
 PAPERS_HALVINGS = 6
+PAPERS_GRAPH = 1_000
+"""Layer calls; in a larger graph one plan of the paper's takes seconds, and it is made for the room alone."""
 
 
 def make_plan(
@@ -202,14 +204,14 @@ def _papers_plans(costs: StepCosts, room_bytes: int) -> list[list[Region]]:
     """The paper's plan for the room, and for the largest room of up to twice that whose plan fits: its plans often need less."""
     low, high = 1.0, 2.0
     best = first = superneurons_regions(costs.graph, room_bytes)
-    for _ in range(PAPERS_HALVINGS):
+    for _ in range(PAPERS_HALVINGS if len(costs.graph.layers) <= PAPERS_GRAPH else 0):
         middle = (low + high) / 2
         regions = superneurons_regions(costs.graph, int(middle * room_bytes))
         if evaluate(costs, regions, room_bytes).peak_bytes <= room_bytes:
             low, best = middle, regions
         else:
             high = middle
-    return [first, best]
+    return [first] if best is first else [first, best]
 
 
 def _annotated(chosen: Candidate) -> tuple[Region, ...]:

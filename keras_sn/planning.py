@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from keras_sn import device, keras_internals
 from keras_sn.graph import DTYPE_BYTES, LayerGraph
+from keras_sn.layer_calls import ModelTrace
 from keras_sn.plan import Plan
 from keras_sn.planner import adopt_plan, make_plan
 from keras_sn.settings import MARGIN, Settings
-from keras_sn.trace import ModelTrace
 from keras_sn.updates import GroupedUpdate
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -13,33 +13,13 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.calls import LayerCallOnTensors
-from keras_sn.children import call_names, watched
+from keras_sn.children import watched
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES, LayerCall, LayerGraph, TensorSpec
-from keras_sn.trace import ModelTrace, layer_call_of
+from keras_sn.layer_calls import CallNames, ModelTrace, layer_call_of, output_names
+from keras_sn.op_graph import LINEAR_OPERATIONS
 
 OPERATIONS = "operations"
-_LINEAR = frozenset(
-    {
-        *(
-            "Add",
-            "AddN",
-            "AddV2",
-            "Cast",
-            "ConcatV2",
-            "Const",
-            "ExpandDims",
-            "GatherV2",
-            "Identity",
-            "Mean",
-            "Neg",
-            "Pack",
-            "Pad",
-        ),
-        *("Reshape", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Sub", "Sum", "Tile", "Transpose", "Unpack"),
-    }
-)
-"""TensorFlow operations whose gradients read neither their inputs nor their outputs, but for sizes and places."""
 
 
 def record_calls(model: Any, args: tuple, kwargs: dict[str, Any]) -> ModelTrace:
@@ -92,21 +72,19 @@ class _Recording:
         self.outputs = list(dict.fromkeys(self._name_of(tensor) for tensor in tensors if tf.is_tensor(tensor)))
 
     def handler(self) -> Callable[..., Any]:
-        name_of = call_names()
+        name_of = CallNames()
 
         def handle(layer: Any, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-            training = keras_internals.training_mode()
-            rest = {name: value for name, value in kwargs.items() if name != "training"}
-            made = LayerCallOnTensors(layer, args, rest, training)
+            made = LayerCallOnTensors.inside_keras(layer, args, kwargs)
             inputs = tuple(self._name_of(tensor) for tensor in made.tensors)
             outputs = original(*args, **kwargs)
-            self._add(name_of(layer), made, inputs, [y for y in keras.tree.flatten(outputs) if tf.is_tensor(y)])
+            self._add(name_of(layer.name), made, inputs, [y for y in keras.tree.flatten(outputs) if tf.is_tensor(y)])
             return outputs
 
         return handle
 
     def _add(self, name: str, made: LayerCallOnTensors, inputs: tuple[str, ...], tensors: Sequence[Any]) -> None:
-        outputs = tuple(name if len(tensors) == 1 else f"{name}:{place}" for place in range(len(tensors)))
+        outputs = output_names(name, len(tensors))
         for output, tensor in zip(outputs, tensors, strict=True):
             self._note(tensor, output)
         call = made.traced(name, inputs, outputs)
@@ -132,7 +110,7 @@ class _Recording:
         name = f"{OPERATIONS} {sum(layer.layer_type == OPERATIONS for layer in self.layers)}"
         sources, kinds = self._sources(source)
         self._note(source, name)
-        read = () if kinds <= _LINEAR else sources
+        read = () if kinds <= LINEAR_OPERATIONS else sources
         self.layers.append(LayerCall(name, OPERATIONS, sources, (name,), read, flops=self.specs[name].nbytes))
         return name
 

@@ -17,8 +17,8 @@ import tensorflow as tf
 from keras_sn import keras_internals, op_graph
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import TensorSpec
+from keras_sn.layer_calls import ModelTrace, TracedCall, variables_of
 from keras_sn.structure import structure_of
-from keras_sn.trace import ModelTrace, TracedCall, variables_of
 
 EAGER, FUNCTION, XLA = "eager", "function", "xla"
 
@@ -261,6 +261,11 @@ class RegionLibrary:
 
     def __len__(self) -> int:
         return len(self._by_structure)
+
+
+def autocast_dtype_of(layer: Any) -> str | None:
+    """The compute dtype of a layer or model whose variables have another, else None."""
+    return layer.compute_dtype if layer.compute_dtype != layer.variable_dtype else None
 
 
 def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str | None) -> list[RegionBody]:

@@ -5,89 +5,20 @@ saved. Nothing is decided here: the plan says which tensors are saved, in which 
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_sn import keras_internals
+from keras_sn.layer_calls import ModelTrace
+from keras_sn.passes import Pass, PassResult, Rerun, is_float, save
 from keras_sn.plan import Plan, Region
-from keras_sn.pool import TIERS
-from keras_sn.regions import EAGER, FUNCTION, RegionBody, RegionFunction, RegionLibrary, RegionResult, make_bodies
+from keras_sn.regions import EAGER, FUNCTION, RegionBody, RegionFunction, RegionLibrary, make_bodies
 from keras_sn.steps import RECOMPUTE
-from keras_sn.trace import ModelTrace
-
-
-@dataclass
-class _Pass:
-    """One forward pass and the backward pass that belongs to it."""
-
-    tensors: dict[str, Any]
-    mode: str
-    recomputed: set[str]
-    """Tensors that wait nowhere: their regions' forward passes run again."""
-    ties: bool
-    """Whether what a backward function reads is made to depend on its gradients."""
-    state: dict[int, Any] = field(default_factory=dict)
-    """The id of a state variable -> its value so far in this pass."""
-    updated: dict[int, tuple[keras.Variable, Any]] = field(default_factory=dict)
-    losses: list[tuple[Any, Any]] = field(default_factory=list)
-    """Losses with the layers that added them."""
-    connected: set[str] = field(default_factory=set)
-    """Tensors whose gradient is real. `tf.custom_gradient` fills in zeros for the others, where Keras has None."""
-    started: dict[int, Any] = field(default_factory=dict)
-    """Region -> a tensor that exists once its backward pass can start."""
-    in_tier: dict[str, Any] = field(default_factory=dict)
-    """What has been put into tiers, by name."""
-    fetched: dict[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
-    """Name and id of the tensor that started a copy back -> the copy, and that tensor."""
-    stored: dict[int, list[Any]] = field(default_factory=dict)
-    """Region -> the tensors that it has put into tiers."""
-    replays: "dict[str, _Rerun]" = field(default_factory=dict)
-    """Tensor that waits nowhere -> how to make it again."""
-
-    def note(self, rerun: "_Rerun") -> None:
-        """Keeps how to make those of a region's outputs again that wait nowhere."""
-        self.replays.update((name, rerun) for name in rerun.names if name in self.recomputed)
-
-    def fetch(self, tier: str, name: str, stored: Any, after: Any) -> Any:
-        """A tensor from its tier; once for all that ask for it at one time, which TensorFlow's optimizer may or may not see."""
-        if self.mode == EAGER:  # each asks in its own turn, and a copy held here would stay alive
-            return TIERS[tier].get(stored, after)
-        key = name, id(after)
-        if key not in self.fetched:
-            self.fetched[key] = TIERS[tier].get(stored, after), after
-        return self.fetched[key][0]
-
-    def mark(self, name: str, tensor: Any) -> Any:
-        """The tensor, in a form that notes the arrival of its gradient."""
-        if not _is_float(tensor):
-            return tensor
-
-        @tf.custom_gradient
-        def noted(x):
-            def gradient(upstream):
-                self.connected.add(name)
-                return upstream
-
-            return tf.identity(x), gradient
-
-        marked = noted(tensor)
-        keras_internals.set_mask(marked, keras_internals.get_mask(tensor))
-        return marked
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """What a forward pass leaves for the model to hand on."""
-
-    outputs: list[Any]
-    losses: list[tuple[Any, Any]]
-    """`(layer, loss)`, for `layer.add_loss(loss)`."""
-    state_updates: list[tuple[keras.Variable, Any]]
 
 
 class PlanExecutor:
@@ -141,7 +72,7 @@ class PlanExecutor:
             return self._run(mode, inputs)
 
     def _run(self, mode: str, inputs: Sequence[Any]) -> PassResult:
-        one_pass = _Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode, self._recomputed, self.ties)
+        one_pass = Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode, self._recomputed, self.ties)
         for index, (region, body) in enumerate(zip(self.plan.regions, self.bodies, strict=True)):
             function = self._functions[mode][index]
             # Without waiting, the forward pass would run ahead of its copies, and all that leaves would still be on the device.
@@ -159,15 +90,11 @@ class PlanExecutor:
         return PassResult(outputs, one_pass.losses, list(one_pass.updated.values()))
 
 
-def _is_float(tensor: Any) -> bool:
-    return tensor is not None and (tensor.dtype.is_floating or tensor.dtype.is_complex)
-
-
 def _masks(tensors: Sequence[Any]) -> list[Any]:
     return [None if x is None else keras_internals.get_mask(x) for x in tensors]
 
 
-def _read(one_pass: _Pass, body: RegionBody) -> tuple[list[Any], list[Any]]:
+def _read(one_pass: Pass, body: RegionBody) -> tuple[list[Any], list[Any]]:
     """The values of the region's trainable variables and of its state."""
     with keras_internals.without_autocast():
         trainable = [_current(one_pass, variable) for variable in body.trainable]
@@ -178,13 +105,13 @@ def _read(one_pass: _Pass, body: RegionBody) -> tuple[list[Any], list[Any]]:
     return trainable, state
 
 
-def _current(one_pass: _Pass, variable: keras.Variable) -> Any:
+def _current(one_pass: Pass, variable: keras.Variable) -> Any:
     """The value of a trainable variable: its own, or what a layer has assigned to it in this pass."""
     value = tf.convert_to_tensor(variable.value)
     return keras_internals.in_place_of(value, one_pass.state[id(variable)]) if id(variable) in one_pass.state else value
 
 
-def _hand_on(one_pass: _Pass, body: RegionBody, function: RegionFunction, result: Any, outputs: list, losses: list, index: int):
+def _hand_on(one_pass: Pass, body: RegionBody, function: RegionFunction, result: Any, outputs: list, losses: list, index: int):
     """Gives the region's outputs, masks, losses and new state to the regions after it and to the model."""
     for name, tensor, mask in zip(body.outputs, outputs, result.masks, strict=True):
         if mask is not None:
@@ -204,7 +131,7 @@ def _loss_name(region: int, place: int) -> str:
     return f"loss {place} of region {region}"
 
 
-def _run_kept(one_pass: _Pass, index: int, body: RegionBody, function: RegionFunction) -> None:
+def _run_kept(one_pass: Pass, index: int, body: RegionBody, function: RegionFunction) -> None:
     """TensorFlow differentiates the region's forward function itself and saves what it needs."""
     inputs = [one_pass.mark(name, one_pass.tensors[name]) for name in body.inputs]
     one_pass.tensors.update(zip(body.inputs, inputs, strict=True))  # See Note: [Threading]
@@ -220,17 +147,17 @@ def _run_kept(one_pass: _Pass, index: int, body: RegionBody, function: RegionFun
 # that reads such a tensor returns it to the regions after it: their sum then comes back to this region, which adds its own to it.
 
 
-def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBody, function: RegionFunction) -> None:
+def _run_recomputed(one_pass: Pass, index: int, region: Region, body: RegionBody, function: RegionFunction) -> None:
     """The forward function without a tape, inside one custom gradient that saves what the plan says."""
     inputs = [one_pass.tensors[name] for name in body.inputs]
     masks = _masks(inputs)
     trainable, state = _read(one_pass, body)
-    wanted = [_is_float(x) and keras_internals.is_recorded(x) for x in inputs]
+    wanted = [is_float(x) and keras_internals.is_recorded(x) for x in inputs]
     if not any(wanted) and not any(keras_internals.is_recorded(value) for value in trainable):
         result = function.forward(inputs, masks, trainable, state)
         if not one_pass.recomputed.isdisjoint(body.outputs):
-            fetch = _save(one_pass, index, region, body, inputs, result)
-            one_pass.note(_Rerun(body.outputs, function, fetch, masks, trainable, state))
+            fetch = save(one_pass, index, region, body, inputs, result)
+            one_pass.note(Rerun(body.outputs, function, fetch, masks, trainable, state))
         _hand_on(one_pass, body, function, result, result.outputs, result.losses, index)
         return
     sources = {name: x for name, x, is_wanted in zip(body.inputs, inputs, wanted, strict=True) if is_wanted}
@@ -244,19 +171,19 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
                 function.check_once(inputs, masks, trainable, state)
             result = function.forward(inputs, masks, trainable, state)
             results.append(result)
-            fetch = _save(one_pass, index, region, body, inputs, result)
-            rerun = _Rerun(body.outputs, function, fetch, masks, trainable, state)
+            fetch = save(one_pass, index, region, body, inputs, result)
+            rerun = Rerun(body.outputs, function, fetch, masks, trainable, state)
             one_pass.note(rerun)
-        names = [name for name, y in zip(body.outputs, result.outputs, strict=True) if _is_float(y)]
+        names = [name for name, y in zip(body.outputs, result.outputs, strict=True) if is_float(y)]
         losses = [_loss_name(index, place) for place in range(len(result.losses))]
         backward = _Backward(one_pass, index, rerun, wanted, list(sources))
         passed_on = [tf.identity(sources[name]) for name in threaded]
-        outputs = [*(y for y in result.outputs if _is_float(y)), *result.losses, *passed_on]
+        outputs = [*(y for y in result.outputs if is_float(y)), *result.losses, *passed_on]
         return outputs, lambda *upstream: backward.run(names, losses, threaded, upstream)
 
     differentiable = list(call(*sources.values(), *trainable))
     result = results[0]
-    outputs = [differentiable.pop(0) if _is_float(y) else y for y in result.outputs]
+    outputs = [differentiable.pop(0) if is_float(y) else y for y in result.outputs]
     losses = [differentiable.pop(0) for _ in result.losses]
     for name, x in zip(threaded, differentiable, strict=True):
         keras_internals.set_mask(x, keras_internals.get_mask(one_pass.tensors[name]))
@@ -268,9 +195,9 @@ def _run_recomputed(one_pass: _Pass, index: int, region: Region, body: RegionBod
 class _Backward:
     """The backward pass of one recomputed region, with what it needs of the forward pass and nothing else."""
 
-    one_pass: _Pass
+    one_pass: Pass
     index: int
-    rerun: "_Rerun"
+    rerun: Rerun
     wanted: list[bool]
     sources: list[str]
     """The inputs whose gradient is wanted."""
@@ -306,67 +233,8 @@ class _Backward:
 
 def _tied(tensor: Any, gate: Any) -> Any:
     """The tensor, in a form that no compiler can compute before the gradient `gate` exists."""
-    if not _is_float(tensor):
+    if not is_float(tensor):
         return tensor
     first = tf.reshape(gate, [-1])[:1]
     is_there = tf.reduce_all(tf.equal(first, first))  # else it is not a number, and nothing else is
     return tf.where(is_there, tensor, tf.cast(float("nan"), tensor.dtype))
-
-
-@dataclass(frozen=True, eq=False)
-class _Rerun:
-    """What a region is run again with: for its own gradient, or for tensors that wait nowhere."""
-
-    names: tuple[str, ...]
-    """Its outputs."""
-    function: RegionFunction
-    fetch: Callable[[Any], tuple[list[Any], list[Any]]]
-    masks: list[Any]
-    trainable: list[Any]
-    state: list[Any]
-
-    def forward(self, gate: Any) -> dict[str, Any]:
-        """The region's outputs by name, made again once the tensor `gate` exists."""
-        inputs, _ = self.fetch(gate)
-        with tf.control_dependencies([gate]):
-            result = self.function.forward(inputs, self.masks, self.trainable, self.state)
-        return dict(zip(self.names, result.outputs, strict=True))
-
-
-def _save(
-    one_pass: _Pass, index: int, region: Region, body: RegionBody, inputs: list[Any], result: RegionResult
-) -> Callable[[Any], tuple[list[Any], list[Any]]]:
-    """Puts what the region saves where the plan says; returns the function that fetches it for the backward pass.
-
-    Only what the returned function holds stays alive until then.
-    """
-    values = dict(zip(body.outputs, result.outputs, strict=True)) | dict(zip(body.inside_only, result.saved, strict=True))
-    values |= dict(zip(body.inputs, inputs, strict=True))
-    names_inputs, names_inside = body.inputs, body.saved_inside
-    values = {name: values[name] for name in (*names_inputs, *names_inside)}
-    places = {one.tensor: one for one in region.saved}
-    replays = {name: one_pass.replays[name] for name in values if name in places and places[name].tier == RECOMPUTE}
-    in_tier = {name for name in values if name in places and places[name].tier in TIERS}
-    new = {name: TIERS[places[name].tier].put(values[name]) for name in in_tier - one_pass.in_tier.keys()}
-    one_pass.in_tier.update(new)
-    if new and one_pass.mode != EAGER:  # eager steps run in order
-        one_pass.stored[index] = list(new.values())
-    stored = {name: one_pass.in_tier.get(name, value) for name, value in values.items() if name not in replays}
-    started = one_pass.started
-
-    def fetch(gate: Any) -> tuple[list[Any], list[Any]]:
-        again: dict[str, Any] = {}
-
-        def back(name: str) -> Any:
-            if name in replays:
-                if name not in again:
-                    again.update(replays[name].forward(gate))
-                return again[name]
-            if name not in in_tier:
-                return stored[name]
-            after = started.get(places[name].prefetch_at, gate)
-            return one_pass.fetch(places[name].tier, name, stored[name], after)
-
-        return [back(name) for name in names_inputs], [back(name) for name in names_inside]
-
-    return fetch

@@ -1,7 +1,7 @@
 """What the user asked for: budgets and policy, checked when they are given."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from keras_sn import device
@@ -36,6 +36,12 @@ class Settings:
         for argument in ("memory_budget", "host_budget"):
             if getattr(self, argument) is not None:
                 parse_bytes(getattr(self, argument), argument=argument)
+
+    @classmethod
+    def taken_from(cls, arguments: dict[str, Any]) -> "Settings":
+        """The settings among keyword arguments, which are taken out; None is the default."""
+        given = {one.name: arguments.pop(one.name, None) for one in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def budget_bytes(self) -> int | None:
         """The memory budget in bytes; what the device has if none was given."""

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_sn.graph import TensorSpec
-from keras_sn.trace import PlacedArguments, TracedCall, variables_of
+from keras_sn.layer_calls import PlacedArguments, TracedCall, variables_of
 
 _PLAIN = (str, int, float, bool, type(None))
 _BOOKKEEPING = {"name", "_name", "path", "_path", "_auto_config", "_inbound_nodes", "_outbound_nodes", "_parent_path"}

@@ -12,10 +12,10 @@ from keras_sn import keras_internals
 from keras_sn.batches import shape_of
 from keras_sn.children import ChildRegions, watched
 from keras_sn.errors import PlanError, UnsupportedModelError
+from keras_sn.layer_calls import ModelTrace
 from keras_sn.plan import Plan
 from keras_sn.planning import Shapes
 from keras_sn.recording import record_calls
-from keras_sn.trace import ModelTrace
 
 
 class ChildPlanner:
@@ -48,10 +48,11 @@ class ChildPlanner:
     def record(self, shapes: Shapes) -> ModelTrace:
         """The layer calls of a training call on inputs of these shapes."""
         given = iter(shapes)
-        args, kwargs = keras.tree.map_structure(
+        filled: Any = keras.tree.map_structure(
             lambda leaf: keras.KerasTensor(next(given), leaf.dtype) if isinstance(leaf, keras.KerasTensor) else leaf,
             self._arguments,
         )
+        args, kwargs = filled
         if self._model._call_has_training_arg:
             kwargs = kwargs | {"training": True}
         with self._runs_on_symbols():

@@ -4,103 +4,26 @@ Nested functional and Sequential models are flattened; a shared layer has one ca
 like others. Nothing is computed and nothing recurses: 10,000 layer calls take a second.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.errors import UnsupportedModelError
-from keras_sn.graph import DTYPE_BYTES, LayerCall, LayerGraph, TensorSpec
-from keras_sn.op_costs import key_of_arguments
+from keras_sn.graph import DTYPE_BYTES, LayerGraph, TensorSpec
+from keras_sn.layer_calls import (
+    CallNames,
+    CastTo,
+    ModelTrace,
+    PassMask,
+    PlacedArguments,
+    TracedCall,
+    layer_call_of,
+    output_names,
+)
 from keras_sn.order import few_alive
-from keras_sn.rules import traits_of
-
-
-class CastTo(keras.Operation):
-    """What a nested model does to an input of another dtype than the one it was built for."""
-
-    def __init__(self, dtype: str):
-        super().__init__()
-        self.dtype = dtype
-
-    def call(self, x):
-        return tf.cast(x, self.dtype)
-
-    def compute_output_spec(self, x):
-        return keras.KerasTensor(x.shape, self.dtype)
-
-
-class PassMask(keras.Operation):
-    """What a nested model does to an output without a mask: it gets the mask of the model's first input."""
-
-    def call(self, output, first_input):
-        mask = keras_internals.get_mask(first_input)
-        if mask is None or keras_internals.get_mask(output) is not None:
-            return output
-        output = tf.identity(output)
-        keras_internals.set_mask(output, mask)
-        return output
-
-    def compute_output_spec(self, output, first_input):
-        return keras.KerasTensor(output.shape, output.dtype)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TracedCall:
-    """One call of a layer or operation, ready to be made again on other tensors."""
-
-    name: str
-    operation: Any
-    arguments: Any
-    """Keras' record of the call's arguments, `fill_in(values by id of the symbolic tensor)` -> `(args, kwargs)`."""
-    bindings: tuple[tuple[int, str], ...]
-    """The id of each symbolic tensor in `arguments`, and the name of the tensor that takes its place."""
-    outputs: tuple[str, ...]
-    training: bool | None = True
-    """The mode to call it in; None where nobody says."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for _, name in self.bindings))
-
-    def run_on(self, inputs: Sequence[Any]) -> list[Any]:
-        """Calls the operation on tensors in the order of `inputs`; the outputs, flat."""
-        return self.run(dict(zip(self.inputs, inputs, strict=True)))
-
-    def run(self, tensors: dict[str, Any]) -> list[Any]:
-        """Calls the operation on named tensors; the outputs, flat."""
-        args, kwargs = self.arguments.fill_in({key: tensors[name] for key, name in self.bindings})
-        if isinstance(self.operation, keras.Layer) and self.training is not None:
-            # A layer without such an argument passes it on to the layers that it calls.
-            kwargs["training"] = self.training
-        return keras.tree.flatten(self.operation(*args, **kwargs))
-
-
-class PlacedArguments:
-    """`TracedCall.arguments` for the two operations that flattening inserts."""
-
-    def __init__(self, *keys: int):
-        self.keys = keys
-        self.args, self.kwargs = keys, {}
-
-    def fill_in(self, tensors: dict[int, Any]) -> tuple[tuple, dict]:
-        return tuple(tensors[key] for key in self.keys), {}
-
-
-@dataclass(frozen=True, eq=False)
-class ModelTrace:
-    """A model's layer calls in execution order, and the same as the planner sees it."""
-
-    calls: tuple[TracedCall, ...]
-    graph: LayerGraph
-
-    def calls_named(self, names: Sequence[str]) -> tuple[TracedCall, ...]:
-        return tuple(self.calls[self.graph.position[name]] for name in names)
 
 
 def trace(model: Any, batch_size: int, input_shapes: Sequence[tuple[int, ...]] | None = None) -> ModelTrace:
@@ -127,27 +50,23 @@ def trace(model: Any, batch_size: int, input_shapes: Sequence[tuple[int, ...]] |
     return ModelTrace(tuple(calls), graph)
 
 
-def variables_of(operation: Any) -> list[keras.Variable]:
-    """All variables of a layer, those of metrics inside it too; none for an operation that is no layer."""
-    return [*getattr(operation, "variables", []), *getattr(operation, "metrics_variables", [])]
-
-
 def check_supported(model: Any) -> None:
     """Raises `UnsupportedModelError` if the model is no built graph of layers."""
     if not isinstance(model, keras.Model):
         raise UnsupportedModelError(f"keras_sn trains instances of `keras.Model`. Received: {model!r}")
-    if isinstance(model, keras.Sequential) and keras_internals.functional_part(model) is None:
+    graph = keras_internals.functional_part(model)
+    if isinstance(model, keras.Sequential) and graph is None:
         raise UnsupportedModelError(
             f"Model {model.name!r} is not built, so its layers have no shapes yet. Start it with `keras.Input(shape)`, or call "
             f"`model.build(input_shape)` first. Received: {model!r}"
         )
-    if keras_internals.functional_part(model) is None or not keras_internals.calls_its_graph(model):
+    if graph is None or not keras_internals.calls_its_graph(model):
         raise UnsupportedModelError(
             f"Model {model.name!r} has its own `call()`, so it cannot be converted: derive its class from `keras_sn.SNModel` "
             "instead of `keras.Model`, or wrap its blocks in `keras_sn.layers.Recompute`. "
             f"Received: an instance of {type(model).__name__}"
         )
-    for tensor in keras_internals.functional_part(model).inputs:
+    for tensor in graph.inputs:
         if tensor.sparse or getattr(tensor, "ragged", False):
             raise UnsupportedModelError(
                 f"Input {tensor.name!r} is sparse or ragged, which regions cannot pass on. Make it dense before the model. "
@@ -172,7 +91,7 @@ class _Flattening:
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     """The id of a symbolic tensor -> the name of the tensor that it stands for."""
-    uses: Counter = field(default_factory=Counter)
+    call_name: CallNames = field(default_factory=CallNames)
 
     def __post_init__(self):
         graph = keras_internals.functional_part(self.model)
@@ -210,7 +129,7 @@ class _Flattening:
         given = node.input_tensors
         if len(given) != len(graph.inputs) or any(len(a.shape) != len(b.shape) for a, b in zip(given, graph.inputs, strict=True)):
             return None
-        path = self._call_name(prefix + model.name)
+        path = self.call_name(prefix + model.name)
         given_names = [self.names[id(tensor)] for tensor in given]
         for name, inner in zip(given_names, graph.inputs, strict=True):
             self.names[id(inner)] = self._cast(name, inner.dtype, path)
@@ -224,9 +143,9 @@ class _Flattening:
         return path + "/", iter(keras_internals.nodes_in_execution_order(graph)), leave
 
     def _add(self, node: Any, prefix: str) -> None:
-        name = self._call_name(prefix + node.operation.name)
+        name = self.call_name(prefix + node.operation.name)
         bindings = tuple((id(tensor), self.names[id(tensor)]) for tensor in node.input_tensors)
-        outputs = tuple(name if len(node.outputs) == 1 else f"{name}:{index}" for index in range(len(node.outputs)))
+        outputs = output_names(name, len(node.outputs))
         known = self._known_shapes(node) if any(None in tensor.shape[1:] for tensor in node.outputs) else [None] * len(outputs)
         for output, tensor, shape in zip(outputs, node.outputs, known, strict=True):
             self.names[id(tensor)] = output
@@ -253,15 +172,11 @@ class _Flattening:
         return self._insert(PassMask(), (name, first_input), path, self.specs[name])
 
     def _insert(self, operation: Any, inputs: tuple[str, ...], path: str, spec: TensorSpec) -> str:
-        name = self._call_name(f"{path}/{type(operation).__name__}")
+        name = self.call_name(f"{path}/{type(operation).__name__}")
         self.specs[name] = replace(spec, name=name, kind="activation")
         bindings = tuple(enumerate(inputs))
         self.calls.append(TracedCall(name, operation, PlacedArguments(*range(len(inputs))), bindings, (name,)))
         return name
-
-    def _call_name(self, name: str) -> str:
-        self.uses[name] += 1
-        return name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
 
     def _spec(self, name: str, tensor: Any, kind: str = "activation", shape: tuple | None = None) -> TensorSpec:
         dtype = keras.backend.standardize_dtype(tensor.dtype)
@@ -289,34 +204,3 @@ def _given(kwargs: dict[str, Any]) -> set[str]:
 def _makes_masks(layer: Any) -> bool:
     """Whether a layer may attach a mask that its inputs did not have."""
     return bool(getattr(layer, "mask_zero", False)) or type(layer).compute_mask is not keras.Layer.compute_mask
-
-
-def layer_call_of(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) -> LayerCall:
-    """A layer call as the planner sees it.
-
-    Args:
-        call: The call.
-        specs: By name, the tensors that it reads and makes.
-        seen: The ids of the weights of the calls before it, which it does not count again; those of its own are added.
-    """
-    inputs, outputs = [specs[name] for name in call.inputs], [specs[name] for name in call.outputs]
-    key = key_of_arguments(call.arguments.args, call.arguments.kwargs)
-    traits = traits_of(call.operation, inputs, outputs, call.run_on, key)
-    weights = [w for w in getattr(call.operation, "trainable_variables", []) if id(w) not in seen]
-    seen.update(id(weight) for weight in weights)
-    return LayerCall(
-        name=call.name,
-        layer_type=type(call.operation).__name__,
-        inputs=call.inputs,
-        outputs=call.outputs,
-        saved_for_backward=call.inputs * traits.reads_inputs + call.outputs * traits.reads_outputs,
-        flops=traits.flops,
-        is_costly=traits.is_costly,
-        is_fusible=traits.is_fusible,
-        is_convolution=traits.is_convolution,
-        internal_bytes=traits.internal_bytes,
-        fused_internal_bytes=traits.fused_internal_bytes,
-        draws=traits.draws,
-        gradient_in_place=traits.gradient_in_place,
-        weight_bytes=sum(prod(w.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(w.dtype)] for w in weights),
-    )

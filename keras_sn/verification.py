@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.errors import VerificationError
+from keras_sn.layer_calls import TracedCall
 from keras_sn.log import log
-from keras_sn.trace import TracedCall
+from keras_sn.passes import assign_all
 
 TOLERANCE = 2e-3
 """Of the largest value of an array. XLA, graph rewriting and TF32 round; half precision rounds more."""
@@ -83,8 +84,7 @@ def _restored(variables: Sequence[keras.Variable]) -> Iterator[None]:
     try:
         yield
     finally:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
+        assign_all(zip(variables, values, strict=True))
 
 
 def _array(value: Any) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from trained import arrays, logged
 from zoo import ZOO, ZooModel
 from zoo_data import BATCH
 
@@ -51,7 +52,7 @@ def train(
             assert model.plan.regions
     finally:
         keras.config.set_dtype_policy("float32")
-    return trained | {f"model/{place} {v.path}": _numpy(v) for place, v in enumerate(model.variables)}
+    return trained | arrays("model", model.variables, by_path=True)
 
 
 def _fit(model: keras.Model, kind: ZooModel, mode: str, compile_options: dict[str, Any], label: str) -> dict[str, Any]:
@@ -64,10 +65,9 @@ def _fit(model: keras.Model, kind: ZooModel, mode: str, compile_options: dict[st
     epochs = 1 if mode == "xla" else 2
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     options = {"batch_size": BATCH, "epochs": epochs, "shuffle": False, "verbose": 0} | kind.fit
-    history = model.fit(x, y, sample_weight=sample_weight, **options).history
-    state = {"optimizer": model.optimizer.variables, "metrics": model.metrics_variables}
-    trained = {f"{label}history/{key}": np.array(values) for key, values in history.items()}
-    return trained | {f"{label}{owner}/{place}": _numpy(v) for owner, found in state.items() for place, v in enumerate(found)}
+    trained = logged(model.fit(x, y, sample_weight=sample_weight, **options), label)
+    trained |= arrays(f"{label}optimizer", model.optimizer.variables)
+    return trained | arrays(f"{label}metrics", model.metrics_variables)
 
 
 @functools.lru_cache(maxsize=4)
@@ -75,10 +75,6 @@ def train_plain(name: str, mode: str, dtype: str) -> dict[str, Any]:
     trained = train(name, mode, dtype, None)
     assert np.isfinite(trained["history/loss"]).all()
     return trained
-
-
-def _numpy(variable: keras.Variable) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(variable)).astype("float64")
 
 
 def assert_equal(trained: dict[str, Any], plain: dict[str, Any], *, exact: bool, rtol: float = 2e-5) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 from keras import layers as L
 from keras import ops
 from parity import assert_equal
+from trained import array, arrays, logged
 
 import keras_sn
 
@@ -36,14 +37,11 @@ def compiled(model, **arguments):
 
 
 def changed_by_training(model):
-    values = {f"model/{v.path}": v for v in model.variables}
-    values |= {f"optimizer/{i}": v for i, v in enumerate(model.optimizer.variables)}
-    return {key: keras.ops.convert_to_numpy(v) for key, v in values.items()}
+    return {f"model/{v.path}": array(v) for v in model.variables} | arrays("optimizer", model.optimizer.variables)
 
 
 def fit(model, x, y=Y, **arguments):
-    history = model.fit(x, y, **{"batch_size": 4, "verbose": 0, "shuffle": False} | arguments).history
-    return {f"history/{key}": np.array(values) for key, values in history.items()}
+    return logged(model.fit(x, y, **{"batch_size": 4, "verbose": 0, "shuffle": False} | arguments))
 
 
 def _numbers(build, train, policy):

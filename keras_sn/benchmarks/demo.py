@@ -21,6 +21,7 @@ from rich.table import Table
 import keras_sn
 from keras_sn import device
 from keras_sn.benchmarks import depth, measure
+from keras_sn.report import format_plan
 from keras_sn.sizes import format_bytes
 
 IMAGE_SIZE, BATCH_SIZE, EPOCHS = 64, 64, 2
@@ -84,7 +85,7 @@ def train(is_planned: bool, samples: int) -> dict[str, Any]:
         "history": fitted.history,
         "planned_bytes": planned_bytes - reserved_bytes,
         "measured_bytes": device.measured_peak_bytes() or resident.peak_bytes,
-        "plan": str(plan) if plan else "",
+        "plan": format_plan(plan, width=80) if plan else "",
     }
 
 
@@ -92,7 +93,8 @@ def compare(console: Console, samples: int) -> None:
     """Trains both and prints them side by side."""
     table = Table(
         title=f"Digits at {IMAGE_SIZE} x {IMAGE_SIZE}, batch {BATCH_SIZE}, {EPOCHS} epochs",
-        caption="validation: accuracy; planned, measured: memory of one training step's activations and gradients",
+        caption="validation: accuracy; planned, measured: memory of one training step's activations and gradients; without a GPU "
+        "what is measured also holds the scratch memory of single operations, which is not planned",
     )
     for column in ("", "loss", "accuracy", "validation", "planned", "measured"):
         table.add_column(column, justify="right" if column else "left")
@@ -130,6 +132,7 @@ def main(argv: list[str]) -> int:
     console = Console()
     if options.part != "digits":
         console.rule("1. How deep a network trains under one memory cap")
+        console.print("keras-graph and keras-xla are plain Keras without and with XLA; recompute and recompute-xla are SNModel.")
         console.print("Each point is real training steps in a process of its own; on two CPU cores this takes about six minutes.")
         if status := depth.main(["--out", str(options.out)]):
             return status

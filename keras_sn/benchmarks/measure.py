@@ -215,13 +215,13 @@ def _train(model: keras.Model, configuration: Configuration) -> Row:
 def _random_batch(model: keras.Model, batch_size: int) -> tuple[Any, Any]:
     """Images or tokens (of 0 and 1, which every vocabulary has), and labels."""
     random = np.random.default_rng(0)
-    inputs = {}
+    inputs = []
     for spec in model.inputs:
         shape, is_tokens = (batch_size, *spec.shape[1:]), spec.dtype.startswith("int")
-        inputs[spec.name] = tf.constant(random.integers(2, size=shape) if is_tokens else random.normal(size=shape), spec.dtype)
+        inputs.append(tf.constant(random.integers(2, size=shape) if is_tokens else random.normal(size=shape), spec.dtype))
     classes = model.output.shape[-1]
     labels = tf.constant(random.integers(classes, size=(batch_size, *model.output.shape[1:-1])), "int32")
-    return keras.tree.pack_sequence_as(model.input, list(inputs.values())), labels
+    return keras.tree.pack_sequence_as(model.input, inputs), labels
 
 
 def give_memory_back() -> None:

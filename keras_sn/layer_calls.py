@@ -1,0 +1,161 @@
+"""One call of a layer or operation, ready to be made again on other tensors, and what the planner sees of it."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_sn import keras_internals
+from keras_sn.graph import DTYPE_BYTES, LayerCall, LayerGraph, TensorSpec
+from keras_sn.op_costs import key_of_arguments
+from keras_sn.rules import traits_of
+
+
+class CastTo(keras.Operation):
+    """What a nested model does to an input of another dtype than the one it was built for."""
+
+    def __init__(self, dtype: str):
+        super().__init__()
+        self.dtype = dtype
+
+    def call(self, x):
+        return tf.cast(x, self.dtype)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, self.dtype)
+
+
+class PassMask(keras.Operation):
+    """What a nested model does to an output without a mask: it gets the mask of the model's first input."""
+
+    def call(self, output, first_input):
+        mask = keras_internals.get_mask(first_input)
+        if mask is None or keras_internals.get_mask(output) is not None:
+            return output
+        output = tf.identity(output)
+        keras_internals.set_mask(output, mask)
+        return output
+
+    def compute_output_spec(self, output, first_input):
+        return keras.KerasTensor(output.shape, output.dtype)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TracedCall:
+    """One call of a layer or operation, ready to be made again on other tensors."""
+
+    name: str
+    operation: Any
+    arguments: Any
+    """Keras' record of the call's arguments, `fill_in(values by id of the symbolic tensor)` -> `(args, kwargs)`."""
+    bindings: tuple[tuple[int, str], ...]
+    """The id of each symbolic tensor in `arguments`, and the name of the tensor that takes its place."""
+    outputs: tuple[str, ...]
+    training: bool | None = True
+    """The mode to call it in; None where nobody says."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for _, name in self.bindings))
+
+    def run_on(self, inputs: Sequence[Any]) -> list[Any]:
+        """Calls the operation on tensors in the order of `inputs`; the outputs, flat."""
+        return self.run(dict(zip(self.inputs, inputs, strict=True)))
+
+    def run(self, tensors: dict[str, Any]) -> list[Any]:
+        """Calls the operation on named tensors; the outputs, flat."""
+        args, kwargs = self.arguments.fill_in({key: tensors[name] for key, name in self.bindings})
+        if isinstance(self.operation, keras.Layer) and self.training is not None:
+            # A layer without such an argument passes it on to the layers that it calls.
+            kwargs["training"] = self.training
+        return keras.tree.flatten(self.operation(*args, **kwargs))
+
+
+class PlacedArguments:
+    """`TracedCall.arguments` for the two operations that flattening inserts."""
+
+    def __init__(self, *keys: int):
+        self.keys = keys
+        self.args, self.kwargs = keys, {}
+
+    def fill_in(self, tensors: dict[int, Any]) -> tuple[tuple, dict]:
+        return tuple(tensors[key] for key in self.keys), {}
+
+
+class CallArguments:
+    """The arguments of a call, with a `KerasTensor` in the place of each tensor; see `TracedCall.arguments`."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+        self.args, self.kwargs = args, kwargs
+
+    def fill_in(self, tensors: dict[int, Any]) -> tuple[tuple, dict]:
+        """The arguments with tensors again, by the id of what stands for them."""
+        filled: Any = keras.tree.map_structure(lambda leaf: tensors.get(id(leaf), leaf), (self.args, self.kwargs))
+        return filled
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTrace:
+    """A model's layer calls in execution order, and the same as the planner sees it."""
+
+    calls: tuple[TracedCall, ...]
+    graph: LayerGraph
+
+    def calls_named(self, names: Sequence[str]) -> tuple[TracedCall, ...]:
+        return tuple(self.calls[self.graph.position[name]] for name in names)
+
+
+@dataclass
+class CallNames:
+    """Names layer calls in the order in which they come: the layer's name, from its second call on with a number."""
+
+    uses: Counter = field(default_factory=Counter)
+
+    def __call__(self, name: str) -> str:
+        self.uses[name] += 1
+        return name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
+
+
+def output_names(call_name: str, count: int) -> tuple[str, ...]:
+    """The names of the tensors that a call makes."""
+    return (call_name,) if count == 1 else tuple(f"{call_name}:{place}" for place in range(count))
+
+
+def variables_of(operation: Any) -> list[keras.Variable]:
+    """All variables of a layer, those of metrics inside it too; none for an operation that is no layer."""
+    return [*getattr(operation, "variables", []), *getattr(operation, "metrics_variables", [])]
+
+
+def layer_call_of(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) -> LayerCall:
+    """A layer call as the planner sees it.
+
+    Args:
+        call: The call.
+        specs: By name, the tensors that it reads and makes.
+        seen: The ids of the weights of the calls before it, which it does not count again; those of its own are added.
+    """
+    inputs, outputs = [specs[name] for name in call.inputs], [specs[name] for name in call.outputs]
+    key = key_of_arguments(call.arguments.args, call.arguments.kwargs)
+    traits = traits_of(call.operation, inputs, outputs, call.run_on, key)
+    weights = [w for w in getattr(call.operation, "trainable_variables", []) if id(w) not in seen]
+    seen.update(id(weight) for weight in weights)
+    return LayerCall(
+        name=call.name,
+        layer_type=type(call.operation).__name__,
+        inputs=call.inputs,
+        outputs=call.outputs,
+        saved_for_backward=call.inputs * traits.reads_inputs + call.outputs * traits.reads_outputs,
+        flops=traits.flops,
+        is_costly=traits.is_costly,
+        is_fusible=traits.is_fusible,
+        is_convolution=traits.is_convolution,
+        internal_bytes=traits.internal_bytes,
+        fused_internal_bytes=traits.fused_internal_bytes,
+        draws=traits.draws,
+        gradient_in_place=traits.gradient_in_place,
+        weight_bytes=sum(prod(w.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(w.dtype)] for w in weights),
+    )

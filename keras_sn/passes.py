@@ -1,0 +1,157 @@
+"""One forward pass of a plan: what it has saved, where that waits, and how it comes back for the backward pass."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_sn import keras_internals
+from keras_sn.plan import Region
+from keras_sn.pool import TIERS
+from keras_sn.regions import EAGER, RegionBody, RegionFunction, RegionResult
+from keras_sn.steps import RECOMPUTE
+
+
+def is_float(tensor: Any) -> bool:
+    return tensor is not None and (tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+@dataclass
+class Pass:
+    """One forward pass and the backward pass that belongs to it."""
+
+    tensors: dict[str, Any]
+    mode: str
+    recomputed: set[str]
+    """Tensors that wait nowhere: their regions' forward passes run again."""
+    ties: bool
+    """Whether what a backward function reads is made to depend on its gradients."""
+    state: dict[int, Any] = field(default_factory=dict)
+    """The id of a state variable -> its value so far in this pass."""
+    updated: dict[int, tuple[keras.Variable, Any]] = field(default_factory=dict)
+    losses: list[tuple[Any, Any]] = field(default_factory=list)
+    """Losses with the layers that added them."""
+    connected: set[str] = field(default_factory=set)
+    """Tensors whose gradient is real. `tf.custom_gradient` fills in zeros for the others, where Keras has None."""
+    started: dict[int, Any] = field(default_factory=dict)
+    """Region -> a tensor that exists once its backward pass can start."""
+    in_tier: dict[str, Any] = field(default_factory=dict)
+    """What has been put into tiers, by name."""
+    fetched: dict[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
+    """Name and id of the tensor that started a copy back -> the copy, and that tensor."""
+    stored: dict[int, list[Any]] = field(default_factory=dict)
+    """Region -> the tensors that it has put into tiers."""
+    replays: "dict[str, Rerun]" = field(default_factory=dict)
+    """Tensor that waits nowhere -> how to make it again."""
+
+    def note(self, rerun: "Rerun") -> None:
+        """Keeps how to make those of a region's outputs again that wait nowhere."""
+        self.replays.update((name, rerun) for name in rerun.names if name in self.recomputed)
+
+    def fetch(self, tier: str, name: str, stored: Any, after: Any) -> Any:
+        """A tensor from its tier; once for all that ask for it at one time, which TensorFlow's optimizer may or may not see."""
+        if self.mode == EAGER:  # each asks in its own turn, and a copy held here would stay alive
+            return TIERS[tier].get(stored, after)
+        key = name, id(after)
+        if key not in self.fetched:
+            self.fetched[key] = TIERS[tier].get(stored, after), after
+        return self.fetched[key][0]
+
+    def mark(self, name: str, tensor: Any) -> Any:
+        """The tensor, in a form that notes the arrival of its gradient."""
+        if not is_float(tensor):
+            return tensor
+
+        @tf.custom_gradient
+        def noted(x):
+            def gradient(upstream):
+                self.connected.add(name)
+                return upstream
+
+            return tf.identity(x), gradient
+
+        marked = noted(tensor)
+        keras_internals.set_mask(marked, keras_internals.get_mask(tensor))
+        return marked
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a forward pass leaves for the model to hand on."""
+
+    outputs: list[Any]
+    losses: list[tuple[Any, Any]]
+    """Each with the layer that added it, `(layer, loss)`."""
+    state_updates: list[tuple[keras.Variable, Any]]
+
+    def add_losses(self) -> None:
+        """Gives the losses to the layers that added them."""
+        for layer, loss in self.losses:
+            layer.add_loss(loss)
+
+
+def assign_all(updates: Iterable[tuple[keras.Variable, Any]]) -> None:
+    """Gives variables their new values."""
+    for variable, value in updates:
+        variable.assign(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Rerun:
+    """What a region is run again with: for its own gradient, or for tensors that wait nowhere."""
+
+    names: tuple[str, ...]
+    """Its outputs."""
+    function: RegionFunction
+    fetch: Callable[[Any], tuple[list[Any], list[Any]]]
+    masks: list[Any]
+    trainable: list[Any]
+    state: list[Any]
+
+    def forward(self, gate: Any) -> dict[str, Any]:
+        """The region's outputs by name, made again once the tensor `gate` exists."""
+        inputs, _ = self.fetch(gate)
+        with tf.control_dependencies([gate]):
+            result = self.function.forward(inputs, self.masks, self.trainable, self.state)
+        return dict(zip(self.names, result.outputs, strict=True))
+
+
+def save(
+    one_pass: Pass, index: int, region: Region, body: RegionBody, inputs: list[Any], result: RegionResult
+) -> Callable[[Any], tuple[list[Any], list[Any]]]:
+    """Puts what the region saves where the plan says; returns the function that fetches it for the backward pass.
+
+    Only what the returned function holds stays alive until then.
+    """
+    values = dict(zip(body.outputs, result.outputs, strict=True)) | dict(zip(body.inside_only, result.saved, strict=True))
+    values |= dict(zip(body.inputs, inputs, strict=True))
+    names_inputs, names_inside = body.inputs, body.saved_inside
+    values = {name: values[name] for name in (*names_inputs, *names_inside)}
+    places = {one.tensor: one for one in region.saved}
+    replays = {name: one_pass.replays[name] for name in values if name in places and places[name].tier == RECOMPUTE}
+    in_tier = {name for name in values if name in places and places[name].tier in TIERS}
+    new = {name: TIERS[places[name].tier].put(values[name]) for name in in_tier - one_pass.in_tier.keys()}
+    one_pass.in_tier.update(new)
+    if new and one_pass.mode != EAGER:  # eager steps run in order
+        one_pass.stored[index] = list(new.values())
+    stored = {name: one_pass.in_tier.get(name, value) for name, value in values.items() if name not in replays}
+    started = one_pass.started
+
+    def fetch(gate: Any) -> tuple[list[Any], list[Any]]:
+        again: dict[str, Any] = {}
+
+        def back(name: str) -> Any:
+            if name in replays:
+                if name not in again:
+                    again.update(replays[name].forward(gate))
+                return again[name]
+            if name not in in_tier:
+                return stored[name]
+            after = started.get(places[name].prefetch_at, gate)
+            return one_pass.fetch(places[name].tier, name, stored[name], after)
+
+        return [back(name) for name in names_inputs], [back(name) for name in names_inside]
+
+    return fetch
