@@ -8,6 +8,7 @@ from math import inf
 from keras_sn.candidates import Candidate, evaluate
 from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft, draft_of, regions_of
+from keras_sn.forgetting import descend, until_it_fits
 from keras_sn.graph import LayerGraph
 from keras_sn.improve import improve, simple_drafts
 from keras_sn.plan import Region
@@ -26,6 +27,12 @@ IMPROVED_GRAPH = 24
 TINY_GRAPH = 8
 """Layer calls; in so small a graph a bad choice of one region can cost much, so local search begins in several places."""
 HALVINGS = 9
+FORGETFUL_GRAPH = 800
+"""Layer calls; in a larger graph it takes too long to try what may be forgotten."""
+FORGETFUL_FROM = 1.25
+"""Times plain Keras; a plan that is faster than this has little to win by forgetting."""
+WAITING_SHARES = (1.0, 0.6, 0.3, 0.0)
+"""Of what waits, counted in drafts that fit once something in them is forgotten."""
 
 STARTS = 2
 """Plans that local search begins with."""
@@ -73,8 +80,10 @@ class Auto:
         tried = [*self._within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
         found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
         found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
-        if self.host_bytes != 0 and (alone := self.on_device.cheapest(room_bytes)):
-            found.append(alone)
+        alone = self.on_device.cheapest(room_bytes) if self.host_bytes != 0 else None
+        found += [alone] if alone else []
+        if self.host_bytes == 0 or alone is None:
+            found += self._forgetful(room_bytes, found)
         fitting = [one for one in found if one.fits(room_bytes, self.host_bytes)]
         return min(fitting or self._of_smallest(room_bytes), key=lambda one: one.seconds, default=None)
 
@@ -95,6 +104,21 @@ class Auto:
         fitting = [one for one in self._smallest if one.fits(room_bytes, self.host_bytes)]
         drafts = [one for one in fitting if one.draft is not None]
         return fitting + self._improved(drafts, room_bytes, lambda one: (one.seconds, one.peak_bytes))
+
+    def _forgetful(self, room_bytes: int, found: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Plans in which tensors between regions wait nowhere, where the plans found so far are slow."""
+        if not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
+            return
+        seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)
+        if seconds < FORGETFUL_FROM * self.costs.plain_seconds:
+            return
+        drafts = [draft for share in WAITING_SHARES for draft in self.search.find(room_bytes, waiting_share=share)]
+        drafts.append(draft_of(self.graph, self.smallest.regions))
+        ways = (lambda draft: self._try_out(draft, room_bytes)), (lambda one: one.fits(room_bytes, self.host_bytes))
+        starts = [one for draft in dict.fromkeys(drafts) if (one := until_it_fits(self.costs, draft, *ways))]
+        yield from starts
+        if starts:
+            yield descend(self.costs, min(starts, key=lambda one: one.seconds), *ways)
 
     def _within(self, room_bytes: int) -> Iterator[Candidate]:
         """Drafts whose predicted peaks come close to the room; the search itself knows them only roughly."""

@@ -5,10 +5,18 @@ In: layer calls and their graph. Out: seconds. `device.measure_cost_model` measu
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import log, prod
+
+import numpy as np
 
 from keras_sn.errors import PlanError
 from keras_sn.graph import LayerCall, LayerGraph
 from keras_sn.steps import BACKWARD, Step
+
+Rates = tuple[tuple[int, float], ...]
+"""Pairs of a contraction length and a rate in flop/s, the lengths ascending."""
+
+MAY_BE_ZERO = ("launch_seconds", "host_seconds_per_step", "host_seconds_per_variable")
 
 REGION_LAUNCHES = 10
 """A compiled function costs about as much as this many launches, beyond its kernels."""
@@ -18,7 +26,8 @@ REGION_LAUNCHES = 10
 class CostModel:
     """What the device does in a second.
 
-    A layer call takes `launch_seconds` plus the longer of its arithmetic and its memory traffic.
+    A layer call takes `launch_seconds` plus the longer of its arithmetic and its memory traffic. Matrix units do more in a second
+    the more products each number of the output is the sum of: the contraction length (input channels times kernel size).
     """
 
     flops_per_second: float
@@ -28,22 +37,29 @@ class CostModel:
     """Between the device and a tier, one way."""
     launch_seconds: float
     """What one layer call or copy takes at least."""
-    convolution_flops_per_second: float | None = None
-    """None: as `flops_per_second`."""
+    convolution_rates: Rates = ()
+    """None given: `flops_per_second`."""
     copies_overlap: bool = True
     """Whether the device computes while it copies."""
+    matrix_rates: Rates = ()
+    """None given: `flops_per_second`."""
+    host_seconds_per_step: float = 0.0
+    """What the host takes for a training step while the device waits."""
+    host_seconds_per_variable: float = 0.0
+    """Likewise, for each variable of the model and of its optimizer."""
 
     def __post_init__(self):
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is None or isinstance(value, bool):
+            if isinstance(value, bool):
                 continue
-            if not (value > 0 or (value == 0 and one.name == "launch_seconds")):
+            numbers = [number for pair in value for number in pair] if isinstance(value, (tuple, list)) else [value]
+            if not all(number > 0 or (number == 0 and one.name in MAY_BE_ZERO) for number in numbers):
                 raise PlanError(f"`{one.name}` of a cost model must be greater than zero. Received: {one.name}={value!r}")
 
     def forward_seconds(self, layer: LayerCall, graph: LayerGraph) -> float:
         """Seconds of the forward step, and of a recompute step."""
-        return self._seconds(layer, 1, graph.nbytes(*layer.inputs, *layer.outputs))
+        return self._seconds(layer, graph, 1, graph.nbytes(*layer.inputs, *layer.outputs))
 
     def backward_seconds(self, layer: LayerCall, graph: LayerGraph) -> float:
         """Seconds of the backward step.
@@ -52,7 +68,7 @@ class CostModel:
         """
         factor = 2 if layer.is_costly or layer.weight_bytes else 1
         gradients = (*layer.inputs, *layer.outputs)
-        return self._seconds(layer, factor, graph.nbytes(*layer.saved_for_backward, *gradients))
+        return self._seconds(layer, graph, factor, graph.nbytes(*layer.saved_for_backward, *gradients))
 
     def step_seconds(self, step: Step, graph: LayerGraph) -> float:
         """Seconds of any step of `training_steps(graph)`."""
@@ -63,12 +79,25 @@ class CostModel:
         """Seconds of a copy between the device and a tier."""
         return self.launch_seconds + nbytes / self.link_bytes_per_second
 
-    def _seconds(self, layer: LayerCall, factor: int, nbytes: int) -> float:
-        rate = (self.convolution_flops_per_second if layer.is_convolution else None) or self.flops_per_second
-        return self.launch_seconds + max(factor * layer.flops / rate, nbytes / self.bytes_per_second)
+    def host_seconds(self, variables: int) -> float:
+        """Seconds of a training step in which the device waits for the host, for a model with so many variables."""
+        return self.host_seconds_per_step + variables * self.host_seconds_per_variable
+
+    def _seconds(self, layer: LayerCall, graph: LayerGraph, factor: int, nbytes: int) -> float:
+        seconds = factor * layer.flops / self._flops_per_second(layer, graph)
+        return self.launch_seconds + max(seconds, nbytes / self.bytes_per_second)
+
+    def _flops_per_second(self, layer: LayerCall, graph: LayerGraph) -> float:
+        rates = self.convolution_rates if layer.is_convolution else self.matrix_rates if layer.is_costly else ()
+        made = sum(prod(graph.tensors[tensor].shape) for tensor in layer.outputs)
+        if not rates or not made or not layer.flops:
+            return self.flops_per_second
+        contraction = layer.flops / (2 * made)  # a multiplication and an addition each
+        lengths, found = zip(*rates, strict=True)
+        return float(np.interp(log(contraction), [log(length) for length in lengths], found))
 
 
-ON_GPU = CostModel(3.6e14, 3.5e12, 3.4e10, 2e-6, 1.0e14, copies_overlap=False)
+ON_GPU = CostModel(3.6e14, 3.5e12, 5.4e10, 2e-6, ((576, 1.0e14),), host_seconds_per_step=2.5e-3, host_seconds_per_variable=1e-5)
 """A data-centre GPU of 2022 with TF32 (as measured on an H200), where nothing was measured."""
 ON_CPU = CostModel(1.0e11, 2.0e10, 1.0e10, 2e-5, copies_overlap=False)
 """A few cores of a CPU, where nothing was measured."""

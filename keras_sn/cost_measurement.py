@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
-from statistics import harmonic_mean, median
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -36,17 +36,23 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is computed, `calls` times in one go; the defaults keep a GPU busy and take at most about 400 MiB of its memory."""
+    """What is computed, `calls` times in one go; the defaults keep a GPU busy and take at most about 600 MiB of its memory."""
 
-    matrix: int = 4096
+    matrices: tuple[int, ...] = (256, 768, 4096)
+    """Contraction lengths of matrix products, each of `rows` rows and as many columns as it is long."""
+    rows: int = 8192
     convolutions: tuple[Convolution, ...] = (
         Convolution(64, 56, 64, 64, 3),
         Convolution(64, 28, 128, 128, 3),
         Convolution(64, 14, 256, 256, 3),
+        Convolution(64, 14, 512, 512, 3),
     )
-    """The 3 x 3 convolutions of a ResNet. Memory bounds its 1 x 1 ones (15e12 flop/s on an H200); their traffic counts."""
+    """Like the 3 x 3 convolutions of a ResNet, by length. Memory bounds its 1 x 1 ones (15e12 flop/s on an H200)."""
     block_bytes: int = 128 * 2**20
-    """Of the block that is read and written, and of the block that is copied to the host; beyond the caches of a GPU."""
+    """Of the block that is read and written; beyond the caches of a GPU."""
+    copied_blocks: int = 6
+    """To the host, of a quarter of that each; one is copied too, for what a copy costs however short it is."""
+    variables: int = 300
     chain_length: int = 128
     calls: int = 20
     repeats: int = 9
@@ -86,21 +92,29 @@ def measure_cost_model(*, refresh: bool = False) -> CostModel:
 def measure(sizes: Sizes, device: str) -> CostModel:
     """Measures a TensorFlow device, from anywhere: also while a function is being traced or a tape is recording."""
     with tf.init_scope(), tf.device(device):
+        matrix_rates = tuple((length, matrix_rate(length, sizes)) for length in sizes.matrices)
+        per_step = host_seconds(0, sizes)
         return CostModel(
-            flops_per_second=matrix_rate(sizes),
+            flops_per_second=matrix_rates[-1][1],
             bytes_per_second=memory_rate(sizes),
             link_bytes_per_second=link_rate(sizes),
             launch_seconds=launch_seconds(sizes),
-            copies_overlap=False,  # offloading steps took as much longer as their copies take by themselves
-            # Networks do about as much arithmetic in each kind of convolution, so it is their seconds per flop that add up.
-            convolution_flops_per_second=harmonic_mean([convolution_rate(one, sizes) for one in sizes.convolutions]),
+            convolution_rates=tuple((one.channels * one.kernel**2, convolution_rate(one, sizes)) for one in sizes.convolutions),
+            matrix_rates=matrix_rates,
+            host_seconds_per_step=per_step,
+            host_seconds_per_variable=max(0.0, host_seconds(sizes.variables, sizes) - per_step) / sizes.variables,
         )
 
 
-def matrix_rate(sizes: Sizes) -> float:
-    """Of a compiled float32 matrix product, with or without TF32 as TensorFlow is configured, in flop/s."""
-    product = tf.function(lambda x: tf.matmul(x, x), jit_compile=True)
-    return 2 * sizes.matrix**3 / _seconds(sizes, product, _random(sizes.matrix, sizes.matrix))
+def matrix_rate(length: int, sizes: Sizes) -> float:
+    """Of a compiled float32 matrix product and its two gradients, with or without TF32 as TensorFlow is configured, in flop/s."""
+
+    @tf.function(jit_compile=True)
+    def all_three(x, w):
+        y = tf.matmul(x, w)  # stands in for its own gradient
+        return tf.matmul(y, w, transpose_b=True), tf.matmul(x, y, transpose_a=True)
+
+    return 3 * 2 * sizes.rows * length**2 / _seconds(sizes, all_three, _random(sizes.rows, length), _random(length, length))
 
 
 def convolution_rate(one: Convolution, sizes: Sizes) -> float:
@@ -128,23 +142,35 @@ def memory_rate(sizes: Sizes) -> float:
 
 def link_rate(sizes: Sizes) -> float:
     """Of the slower way between the device and the host, in byte/s, copied as the pool does it."""
-    block, tier = _random(sizes.block_bytes // 4), TIERS["host"]
-    device = block.device  # a function that holds the block would keep its memory
+    blocks, tier = [_random(sizes.block_bytes // 16) for _ in range(sizes.copied_blocks)], TIERS["host"]
+    device = blocks[0].device  # a function that holds the blocks would keep their memory
 
     @tf.function
-    def down(x):
+    def down(*blocks):
         with tf.device(tier.tensorflow_device):
-            return tier.put(x)[0]
+            return tf.add_n([tier.put(x)[0] for x in blocks])
 
     @tf.function
-    def down_and_up(x):
-        stored = tier.put(x)
+    def down_and_up(*blocks):
+        stored = [tier.put(x) for x in blocks]
         with tf.device(device):
-            return tier.get(stored, after=stored)[0]
+            return tf.add_n([tier.get(x, after=x)[0] for x in stored])
 
-    alone = replace(sizes, calls=1)  # or one call's way down runs beside the way up of the one before
-    one_way, both_ways = (_seconds(alone, copy, block) for copy in (down, down_and_up))
-    return sizes.block_bytes / max(one_way, both_ways - one_way)
+    def seconds(copy: Any) -> float:
+        # Alone, or one call's way down runs beside the way up of the one before. The shortest of each: other work delays them.
+        alone = replace(sizes, calls=1)
+        return _seconds(alone, copy, *blocks) - _seconds(alone, copy, blocks[0])
+
+    one_way, both_ways = seconds(down), seconds(down_and_up)
+    nbytes = (len(blocks) - 1) * sizes.block_bytes / 4
+    return nbytes / max(one_way, both_ways - one_way, nbytes / 1e13)  # no link is that fast: the clock was too coarse
+
+
+def host_seconds(variables: int, sizes: Sizes) -> float:
+    """What the host takes to start a compiled step that renews so many numbers, and to read one."""
+    numbers = [_random() for _ in range(variables + 1)]
+    step = tf.function(lambda *numbers: [numbers[0] + one for one in numbers], jit_compile=True, autograph=False)
+    return _seconds(replace(sizes, calls=1), step, *numbers)
 
 
 def launch_seconds(sizes: Sizes) -> float:
@@ -184,10 +210,14 @@ def _file() -> Path:
 
 def _read() -> dict[str, CostModel]:
     try:
-        return {key: CostModel(**entry) for key, entry in json.loads(_file().read_text(encoding="utf-8")).items()}
+        return {key: CostModel(**_in_tuples(entry)) for key, entry in json.loads(_file().read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         log.debug("no cost models in %s: %s", _file(), error)
         return {}
+
+
+def _in_tuples(entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {name: tuple(map(tuple, entry.get(name, ()))) for name in ("convolution_rates", "matrix_rates")}
 
 
 def _write(key: str, model: CostModel) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from keras_sn.cuts import runs
 from keras_sn.graph import LayerCall, LayerGraph
 from keras_sn.plan import DEVICE, HOST, Region, Saved
+from keras_sn.steps import RECOMPUTE
 
 MIN_OFFLOAD_BYTES = 1024
 """Smaller tensors stay: a copy has a fixed cost (torchtune's default)."""
@@ -23,6 +24,8 @@ class Draft:
     """Layer outputs that wait for their region's backward pass if it would make them again."""
     away: frozenset[str] = frozenset()
     """Tensors that go to the host if they wait."""
+    forgotten: frozenset[str] = frozenset()
+    """Tensors that wait nowhere: for the backward pass of a region that reads one, the region that makes it runs again."""
 
 
 def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:
@@ -32,6 +35,7 @@ def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:
     inside = [dict(_wanted_inside(graph, run, draft)) for run in cut]
     away = {tensor for tensor in draft.away - staying if may_leave(graph, tensor)}
     inputs = [inputs_of(graph.layers[run.start : run.stop]) for run in cut]
+    forgotten = _forgotten(graph, draft, staying)
     waiting = {t for run, own in zip(cut, inputs, strict=True) if run[-1] not in draft.kept for t in own}
     regions = []
     for run, own, wanted in zip(cut, inputs, inside, strict=True):
@@ -41,9 +45,10 @@ def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:
             regions.append(Region(names, recompute=False))
             continue
         # What waits on the device for a later region costs nothing here, and need not be made again.
-        there = (waiting | staying | set(graph.outputs)) - away
+        there = (waiting | staying | set(graph.outputs)) - away - forgotten
         kept = [tensor for tensor, is_own in wanted.items() if is_own or tensor in there]
-        saved = tuple(Saved(t, HOST if t in away else DEVICE, nbytes=graph.nbytes(t)) for t in (*own, *kept))
+        places = {t: RECOMPUTE if t in forgotten else HOST if t in away else DEVICE for t in (*own, *kept)}
+        saved = tuple(Saved(t, place, nbytes=graph.nbytes(t)) for t, place in places.items())
         regions.append(Region(names, saved))
     return regions
 
@@ -52,12 +57,13 @@ def draft_of(graph: LayerGraph, regions: Sequence[Region]) -> Draft:
     """The draft whose regions are cut and save inside like these."""
     ends = tuple(graph.position[region.layers[-1]] for region in regions)
     kept = frozenset(end for end, region in zip(ends, regions, strict=True) if not region.recompute)
-    inside, away = set(), set()
+    inside = set()
     for region in regions:
         inputs = set(inputs_of(graph.layers_named(region.layers)))
         inside |= {one.tensor for one in region.saved if one.tensor not in inputs}
-        away |= {one.tensor for one in region.saved if one.is_away}
-    return Draft(ends, kept, frozenset(inside), frozenset(away))
+    saved = [one for region in regions for one in region.saved]
+    away = frozenset(one.tensor for one in saved if one.is_away)
+    return Draft(ends, kept, frozenset(inside), away, frozenset(one.tensor for one in saved if one.tier == RECOMPUTE))
 
 
 def inputs_of(layers: Sequence[LayerCall]) -> list[str]:
@@ -69,6 +75,12 @@ def inputs_of(layers: Sequence[LayerCall]) -> list[str]:
 def may_leave(graph: LayerGraph, tensor: str) -> bool:
     """Whether sending a tensor to the host is of any use."""
     return tensor in graph.producer and graph.nbytes(tensor) >= MIN_OFFLOAD_BYTES
+
+
+def _forgotten(graph: LayerGraph, draft: Draft, staying: set[str]) -> set[str]:
+    """What a region can make again: not what the region saves itself, nor what a kept region makes or reads."""
+    kept = {position for run in runs(draft.ends) if run[-1] in draft.kept for position in run}
+    return {t for t in draft.forgotten - draft.saved - staying if t in graph.producer and graph.producer[t] not in kept}
 
 
 def _read_by_kept(graph: LayerGraph, draft: Draft) -> set[str]:
@@ -85,7 +97,7 @@ def _wanted_inside(graph: LayerGraph, run: range, draft: Draft) -> Iterator[tupl
     virtual = graph.virtual
     for position in reversed(run):
         layer = graph.layers[position]
-        again = False
+        again = layer.internal_bytes > 0
         for tensor in layer.outputs:
             if tensor in needed:
                 is_crossing = graph.last_use.get(tensor, -1) > run[-1]

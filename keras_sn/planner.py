@@ -36,6 +36,7 @@ def make_plan(
     host_budget_bytes: int | None = None,
     cost_model: CostModel = ON_CPU,
     compiled: bool = False,
+    variables: int = 0,
 ) -> Plan:
     """Makes the plan of a policy.
 
@@ -49,6 +50,7 @@ def make_plan(
         host_budget_bytes: What the host may hold, in bytes; None for no limit.
         cost_model: What the device does in a second.
         compiled: Whether XLA compiles the regions.
+        variables: How many the model and its optimizer have; the host takes some time for each.
 
     Returns:
         The plan, with its predicted peak and seconds. A policy other than `"auto"` is carried out whether or not its peak fits.
@@ -58,7 +60,7 @@ def make_plan(
         BudgetError: No plan of `"auto"` fits the budgets, or the reserved bytes alone exceed it.
     """
     check_policy(policy)
-    limits = _Limits(reserved_bytes, budget_bytes, margin, host_budget_bytes)
+    limits = _Limits(reserved_bytes, budget_bytes, margin, host_budget_bytes, cost_model.host_seconds(variables))
     limits.check_reserved()
     graph = as_compiled(graph) if compiled else graph
     costs = StepCosts(graph, cost_model)
@@ -82,8 +84,8 @@ def _described(
         budget_bytes=limits.budget_bytes,
         copy_window=planned.copy_window,
         offloaded_bytes=planned.prediction.offloaded_bytes,
-        planned_seconds=planned.seconds,
-        plain_seconds=plain.seconds,
+        planned_seconds=planned.seconds + limits.host_seconds,
+        plain_seconds=plain.seconds + limits.host_seconds,
         compiled=compiled,
     )
 
@@ -97,6 +99,7 @@ def adopt_plan(
     budget_bytes: int | None,
     cost_model: CostModel,
     compiled: bool,
+    variables: int = 0,
 ) -> Plan:
     """Checks a plan that was edited by hand, or made elsewhere, and predicts it anew for this graph and device.
 
@@ -108,6 +111,7 @@ def adopt_plan(
         budget_bytes: What the device may hold, in bytes; shown beside the prediction, which may exceed it.
         cost_model: What the device does in a second.
         compiled: Whether XLA compiles the regions.
+        variables: How many the model and its optimizer have.
 
     Raises:
         PlanError: The plan is not one of this graph, or is illegal; see `schedule.check_regions`.
@@ -121,7 +125,7 @@ def adopt_plan(
         raise PlanError(f"Each layer call of a model with its own `call()` is a region. Received: {wide!r}")
     plain = evaluate(costs, [keep_all(graph)] if graph.layers else [], 0)
     planned = as_given(costs, _with_bytes(graph, plan.regions), plan.copy_window) if plan.regions else None
-    limits = _Limits(reserved_bytes, budget_bytes, 0.0, None)
+    limits = _Limits(reserved_bytes, budget_bytes, 0.0, None, cost_model.host_seconds(variables))
     return _described(plan.policy, batch_size, planned, plain, limits, compiled)
 
 
@@ -137,6 +141,8 @@ class _Limits:
     budget_bytes: int | None
     margin: float
     host_bytes: int | None
+    host_seconds: float
+    """Of a training step, no limit; what every plan takes beyond what the device does."""
 
     @property
     def room_bytes(self) -> int | None:

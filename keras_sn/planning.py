@@ -67,6 +67,8 @@ class InForce:
     is_aside: bool = False
     """Whether the model runs as plain Keras for now, to be compared with."""
     is_verified: bool = False
+    has_masks: bool = False
+    """Whether masks have come with the inputs."""
     waiting_updates: list[tuple[keras.Variable, Any]] | None = None
     """State updates of the training step that is being traced or run; None outside one."""
 
@@ -78,12 +80,14 @@ class InForce:
         self, model: Any, settings: Settings, shapes: Shapes, make_trace: Callable[[], ModelTrace], *, compiled: bool
     ) -> Planned:
         """The plan for batches of these shapes; made if it is the first of its kind."""
-        reserved_bytes = _reserved_bytes(model)
+        reserved = _reserved(model)
+        reserved_bytes = sum(prod(v.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(v.dtype)] for v in reserved)
         weights = tuple(id(variable) for variable in model.trainable_variables)
         key = (shapes, reserved_bytes, compiled, weights)
         if key not in self.plans:
             traced = make_trace()
-            self.plans[key] = Planned(_plan(traced.graph, settings, reserved_bytes, compiled), traced, shapes, weights)
+            plan = _plan(traced.graph, settings, reserved_bytes, compiled, len(reserved))
+            self.plans[key] = Planned(plan, traced, shapes, weights)
         return self.plans[key]
 
     def executor_for(self, make: Callable[[], Any], *key: Any) -> Any:
@@ -99,9 +103,9 @@ def _instructions(plan: Plan) -> tuple:
     return regions, plan.copy_window, plan.compiled
 
 
-def _plan(graph: LayerGraph, settings: Settings, reserved_bytes: int, compiled: bool) -> Plan:
+def _plan(graph: LayerGraph, settings: Settings, reserved_bytes: int, compiled: bool, variables: int) -> Plan:
     batch_size = next((graph.tensors[name].shape[0] for name in graph.inputs if graph.tensors[name].shape), 1)
-    common = {"batch_size": batch_size, "reserved_bytes": reserved_bytes, "compiled": compiled}
+    common = {"batch_size": batch_size, "reserved_bytes": reserved_bytes, "compiled": compiled, "variables": variables}
     if settings.plan is not None:
         return adopt_plan(graph, settings.plan, budget_bytes=settings.budget_bytes(), cost_model=device.cost_model(), **common)
     return make_plan(
@@ -115,11 +119,10 @@ def _plan(graph: LayerGraph, settings: Settings, reserved_bytes: int, compiled: 
     )
 
 
-def _reserved_bytes(model: Any) -> int:
-    """Weights, state and all that the optimizer keeps (slots, averages, accumulated gradients, loss scale), in bytes."""
+def _reserved(model: Any) -> list[Any]:
+    """Weights, state and all that the optimizer keeps (slots, averages, accumulated gradients, loss scale)."""
     optimizer = model.optimizer.variables if model.compiled and model.optimizer is not None else []
-    variables = {id(variable): variable for variable in [*model.variables, *optimizer]}
-    return sum(prod(v.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(v.dtype)] for v in variables.values())
+    return list({id(variable): variable for variable in [*model.variables, *optimizer]}.values())
 
 
 def has_open_axes(model: Any) -> bool:

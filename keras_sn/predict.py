@@ -79,6 +79,8 @@ class _Timeline:
                 if self.made_in.get(tensor) != index or self.is_crossing(tensor, index):
                     self.keepers.setdefault(tensor, index)
         self._replayed: dict[int, int] = {}
+        self.replaying = [0] * self.count
+        """By region: what making its forgotten inputs again holds besides them, before its own backward pass begins."""
 
     def backward(self, region: int) -> int:
         return 2 * self.count - 1 - region
@@ -112,10 +114,10 @@ class _Timeline:
         start = index if one.tier == RECOMPUTE or one.prefetch_at is None else min(one.prefetch_at, self.count - 1)
         self.add(nbytes, self.backward(start), self.backward(index))
         if one.tier == RECOMPUTE:
-            self.add(self.replay_bytes(self.made_in[tensor]) - nbytes, self.backward(index), self.backward(index))
+            self.replaying[index] += self.replay_bytes(self.made_in[tensor]) - nbytes
 
     def replay_bytes(self, index: int) -> int:
-        """What running a region's forward pass again holds: its outputs, its inside, and inputs that are recomputed too."""
+        """What running a region's forward pass again holds at most, when it runs or when inputs of it are made again."""
         pending = [index]
         while pending:  # a chain of replays may be as long as the model
             recomputed_inputs = (one.tensor for one in self.regions[pending[-1]].saved if one.tier == RECOMPUTE)
@@ -124,9 +126,15 @@ class _Timeline:
                 pending.extend(waiting)
                 continue
             own = pending.pop()
-            leaving = self.graph.nbytes(*(t for la in self.layers[own] for t in la.outputs if self.last_reader.get(t, own) > own))
-            self._replayed[own] = leaving + max(self.inside_bytes(own)) + sum(self._replayed[source] for source in sources)
+            running = (
+                self.leaving_bytes(own) + max(self.inside_bytes(own)) + sum(self.leaving_bytes(source) for source in sources)
+            )
+            self._replayed[own] = max(running, sum(self._replayed[source] for source in sources))
         return self._replayed[index]
+
+    def leaving_bytes(self, index: int) -> int:
+        """Bytes of what a region makes for others."""
+        return self.graph.nbytes(*(t for layer in self.layers[index] for t in layer.outputs if self.is_crossing(t, index)))
 
     def inside_bytes(self, index: int) -> list[int]:
         """By layer call of a region: what it reads and writes that does not leave the region, and that nothing holds longer."""
@@ -145,7 +153,7 @@ class _Timeline:
             peak = max(peak, held + self.gradients[self.graph.position[layer.name]])
             forward = max(forward, inside + (0 if region.recompute else held))
         self.add(forward, index, index)
-        self.add(peak, own, own)
+        self.add(max(peak, self.replaying[index]), own, own)
         if not region.recompute:
             self.add(held, index + 1, own - 1)
 
@@ -169,12 +177,12 @@ def recomputed(layers: Sequence[LayerCall], saved: set[str], virtual: frozenset[
 
     Returns:
         The tensors made again that a backward step reads, and the names of the layer calls that run again, the last one first:
-        those whose outputs a backward step reads, and those that these need.
+        those whose outputs a backward step reads, those whose backward steps read what they hold, and those that these need.
     """
     read = {tensor for layer in layers for tensor in layer.saved_for_backward} - saved
     needed, again = set(read), []
     for layer in reversed(layers):
-        if needed.intersection(layer.outputs):
+        if layer.internal_bytes or needed.intersection(layer.outputs):
             needed.update(set(layer.inputs) - saved)
             again.append(layer.name)
         if not virtual.isdisjoint(layer.outputs) and not read.isdisjoint(layer.outputs):

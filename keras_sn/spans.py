@@ -159,7 +159,7 @@ class _Scan:
 
     def add_to_level(self, level: _Level, index: int, layer: LayerCall) -> None:
         nbytes, last_use = self.of.nbytes, self.of.graph.last_use
-        is_saved, again, held = self.of.saves(index, self.first), False, layer.internal_bytes
+        is_saved, again, held = self.of.saves(index, self.first), layer.internal_bytes > 0, layer.internal_bytes
         for tensor in layer.outputs:
             if tensor not in self.read and tensor not in level.needed:
                 continue

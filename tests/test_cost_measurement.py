@@ -19,14 +19,17 @@ from keras_sn.cost import ON_CPU, ON_GPU, CostModel
 from keras_sn.cost_measurement import Convolution, Sizes, measure, measure_cost_model
 
 TINY = Sizes(
-    matrix=16,
+    matrices=(8, 16),
+    rows=16,
     convolutions=(Convolution(2, 4, 3, 5, 3), Convolution(2, 4, 3, 5, 1, "NHWC")),
     block_bytes=2**16,
+    copied_blocks=2,
+    variables=3,
     chain_length=3,
     calls=2,
     repeats=3,
 )
-MODEL = CostModel(1e14, 2e12, 3e10, 4e-6, 5e13)
+MODEL = CostModel(1e14, 2e12, 3e10, 4e-6, ((9, 5e13), (18, 6e13)))
 
 
 @pytest.fixture
@@ -69,8 +72,10 @@ def a_new_process(monkeypatch):
 
 def assert_real(model):
     for name, value in asdict(model).items():
-        assert math.isfinite(value), name
-        assert isinstance(value, bool) or value > 0, name
+        numbers = [number for pair in value for number in pair] if isinstance(value, tuple) else [value]
+        assert numbers, name
+        assert all(math.isfinite(number) for number in numbers), name
+        assert isinstance(value, bool) or name == "host_seconds_per_variable" or min(numbers) > 0, name  # 3 are too few to tell
 
 
 def test_the_measurement_runs():
@@ -91,7 +96,7 @@ def test_it_runs_while_a_function_is_traced_and_a_tape_records():
     assert square(tf.constant(3.0)).numpy() == 6
     assert_real(models[0])
     nodes = square.get_concrete_function(tf.TensorSpec(())).graph.as_graph_def().node
-    assert not {"MatMul", "Conv2D", "Snapshot"} & {node.op for node in nodes}
+    assert not {"MatMul", "Conv2D", "EnsureShape"} & {node.op for node in nodes}
 
 
 def test_it_leaves_no_random_state():
@@ -114,33 +119,33 @@ def test_it_gives_its_memory_back(monkeypatch):
 
     monkeypatch.setattr(tf.random, "stateless_normal", remember)
     measure(TINY, "/CPU:1")
-    assert len(made) == 4 + 2 * len(TINY.convolutions)
+    assert len(made) == 2 * len(TINY.matrices) + 2 * len(TINY.convolutions) + 2 + TINY.copied_blocks + 2 + TINY.variables
     assert not [one for one in made if one() is not None]
 
 
 def test_the_copies_cross_the_link(monkeypatch):
     """The slices that end a copy read it where it has arrived."""
     functions = []
-    monkeypatch.setattr(cost_measurement, "_seconds", lambda sizes, function, block: functions.append((function, block)) or 1.0)
+    monkeypatch.setattr(cost_measurement, "_seconds", lambda _, function, *blocks: functions.append((function, blocks)) or 1.0)
     with tf.device("/CPU:1"):
         cost_measurement.link_rate(TINY)
-        for (function, block), end, copies in zip(functions, ("CPU:0", "CPU:1"), (1, 2), strict=True):
-            operations = function.get_concrete_function(block).graph.get_operations()
-            assert [one.device[-5:] for one in operations if one.type == "StridedSlice"] == [end]
-            assert [one.device[-5:] for one in operations if one.type == "Snapshot"] == ["CPU:0"] * copies
+        for (function, blocks), end, copies in zip(functions[::2], ("CPU:0", "CPU:1"), (1, 2), strict=True):
+            operations = function.get_concrete_function(*blocks).graph.get_operations()
+            assert [one.device[-5:] for one in operations if one.type == "StridedSlice"] == [end] * 2
+            assert [one.device[-5:] for one in operations if one.type in ("EnsureShape", "Reshape")] == ["CPU:0"] * 2 * copies
 
 
 @pytest.mark.parametrize(("one_way", "both_ways", "slower"), [(1.0, 3.0, 2.0), (1.0, 1.5, 1.0), (1.0, 0.9, 1.0)])
 def test_the_slower_way_counts(monkeypatch, one_way, both_ways, slower):
-    seconds = iter((one_way, both_ways))
+    seconds = iter((1 + one_way, 1, 1 + both_ways, 1))  # of all blocks, and of the first alone
     monkeypatch.setattr(cost_measurement, "_seconds", lambda *arguments: next(seconds))
-    assert cost_measurement.link_rate(TINY) == TINY.block_bytes / slower
+    assert cost_measurement.link_rate(TINY) == pytest.approx(TINY.block_bytes / 4 / slower)
 
 
 def test_rates_count_what_is_computed(monkeypatch):
-    """Two flops for each multiplication with its addition, as the flops of a layer call; three convolutions."""
+    """Two flops for each multiplication with its addition, as the flops of a layer call; each with its two gradients."""
     monkeypatch.setattr(cost_measurement, "_seconds", lambda *arguments: 2.0)
-    assert cost_measurement.matrix_rate(TINY) == 2 * 16**3 / 2
+    assert cost_measurement.matrix_rate(8, TINY) == 3 * 2 * 16 * 8**2 / 2
     assert cost_measurement.memory_rate(TINY) == 2 * 2**16 / 2
     assert cost_measurement.launch_seconds(TINY) == 2 / 3
     assert cost_measurement.convolution_rate(Convolution(2, 4, 3, 5, 3), TINY) == 3 * 2 * (2 * 4 * 4 * 5) * (3 * 3 * 3) / 2
@@ -174,7 +179,7 @@ def test_a_gpu_is_measured_once(gpu, monkeypatch):
 
 def test_refresh_measures_again(gpu, monkeypatch):
     measure_cost_model()
-    gpu.found = replace(MODEL, launch_seconds=0.0, convolution_flops_per_second=None)
+    gpu.found = replace(MODEL, launch_seconds=0.0, convolution_rates=())
     assert measure_cost_model() == MODEL
     assert measure_cost_model(refresh=True) == gpu.found
     a_new_process(monkeypatch)
@@ -260,7 +265,9 @@ def test_a_real_gpu(tmp_path):
     assert (tmp_path / "keras_sn" / "cost_models.json").exists(), done.stderr
     assert row["same"]
     assert 1e12 < row["flops_per_second"] < 2e15
-    assert 1e12 < row["convolution_flops_per_second"] < 2e15
+    assert all(1e12 < rate < 2e15 for _, rate in [*row["convolution_rates"], *row["matrix_rates"]])
+    assert 1e-5 < row["host_seconds_per_step"] < 1e-2
+    assert 0 < row["host_seconds_per_variable"] < 1e-4
     assert 1e11 < row["bytes_per_second"] < 2e13
     assert 1e9 < row["link_bytes_per_second"] < 1e12
     assert 2e-7 < row["launch_seconds"] < 1e-4

@@ -267,7 +267,7 @@ def test_a_training_step_does_not_look_at_all_variables(monkeypatch):
     model = keras_sn.SNModel.from_model(_plain(), policy="recompute")
     model.compile("sgd", "mse", jit_compile=False)
     asked = []
-    monkeypatch.setattr(planning, "_reserved_bytes", lambda model, real=planning._reserved_bytes: asked.append(1) or real(model))
+    monkeypatch.setattr(planning, "_reserved", lambda model, real=planning._reserved: asked.append(1) or real(model))
     for _ in range(4):
         model.train_on_batch(X[:4], Y[:4])
     assert len(asked) == 1

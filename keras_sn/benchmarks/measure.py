@@ -4,8 +4,8 @@ The worker (`python -m keras_sn.benchmarks.measure '{"engine": …}'`) builds a 
 training steps on random data through `train_on_batch`, and prints one line of JSON.
 
 Note: [Memory]
-On a GPU the cap is a logical device of that size, `peak_bytes` the allocator's peak since the process started, and a
-network fits if nothing ran out of memory.
+On a GPU the cap is a logical device of that size, `peak_bytes` the allocator's peak in the second and later training steps
+(in the first, XLA tries out algorithms, with as much memory as there is), and a network fits if nothing ran out of memory.
 Without a GPU, `peak_bytes` is the process's peak resident memory in the second and later training steps, above the
 level right before each of them, and a network fits if that is at most the cap. Between two steps everything that stays
 exists (weights, optimizer slots, traced graphs, compiled code) and no activation does, so that level is the resting
@@ -39,14 +39,21 @@ import tensorflow as tf
 
 import keras_sn
 from keras_sn import device
-from keras_sn.benchmarks import networks
+from keras_sn.benchmarks import networks, traces
 from keras_sn.benchmarks.reports import provenance
 from keras_sn.errors import KerasSNError
 from keras_sn.policies import POLICIES
 
-ENGINES = ("keras-graph", "keras-xla", *POLICIES, *(f"{policy}-xla" for policy in POLICIES))
+RIVALS = (
+    *("torch-eager", "torch-compile", "torch-checkpoint", "torch-save-on-cpu"),
+    *("jax-plain", "jax-dots", "jax-nothing", "jax-offload"),
+)
+"""Engines without Keras: `torch_rival` and `jax_rival` say what they are."""
+ENGINES = ("keras-graph", "keras-xla", *POLICIES, *(f"{policy}-xla" for policy in POLICIES), *RIVALS)
 _AUTO_SHARE = re.compile(r"auto@(0?\.\d+)(-xla)?")
+_WITH_SHARE = re.compile(rf"{_AUTO_SHARE.pattern}|torch-compile@0?\.\d+")
 _PACKAGE = Path(keras_sn.__file__).parent
+TRACED_STEPS = 3
 MEMORY_ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 
 Row = dict[str, Any]
@@ -61,6 +68,7 @@ class Configuration:
     """`"keras-graph"`, `"keras-xla"`, or a policy of `SNModel`, with `"-xla"` where its regions are compiled.
 
     `"auto@0.4"`: `"auto"`, with a budget of 0.4 of the activations that plain Keras is planned to hold, and what is reserved.
+    One of `RIVALS`, or `"torch-compile@0.4"`: measured by a script of its own.
     """
     network: str
     """A name in `networks.NETWORKS`."""
@@ -75,7 +83,7 @@ class Configuration:
     steps: int = 2
     """Training steps, at least two: the first is traced and compiled."""
     purpose: str = "memory"
-    """`"memory"` or, without a GPU, `"speed"`. See Note: [Memory]."""
+    """`"memory"`; or, without a GPU, `"speed"`, see Note: [Memory]; or, on a GPU, `"trace"`: then some more steps are traced."""
 
     def row(self) -> Row:
         """The configuration as a row begins; ResNets with their depth."""
@@ -86,8 +94,18 @@ class Configuration:
 def check_engines(engines: Sequence[str]) -> None:
     """Raises `KerasSNError` if one of them is none."""
     for engine in engines:
-        if engine not in ENGINES and not _AUTO_SHARE.fullmatch(engine):
-            raise KerasSNError(f"An engine is one of {', '.join(ENGINES)}, or auto@SHARE. Received: {engine!r}")
+        if engine not in ENGINES and not _WITH_SHARE.fullmatch(engine):
+            names = ", ".join((*ENGINES, "auto@SHARE", "torch-compile@SHARE"))
+            raise KerasSNError(f"An engine is one of {names}. Received: {engine!r}")
+
+
+def worker_command(configuration: Configuration) -> list[str]:
+    """What starts the worker of a configuration: this module, or the script of a rival."""
+    package, worker = configuration.engine.partition("-")[0], ["-m", "keras_sn.benchmarks.measure"]
+    if package in ("torch", "jax"):
+        # -P: the modules beside the script must not stand in for others of the same name.
+        worker = ["-P", str(Path(__file__).with_name(f"{package}_rival.py"))]
+    return [sys.executable, *worker, json.dumps(asdict(configuration))]
 
 
 def run(configuration: Configuration, timeout: float | None = None) -> Row:
@@ -100,19 +118,19 @@ def run(configuration: Configuration, timeout: float | None = None) -> Row:
     Returns:
         The worker's row. Where it could not be measured, `fits` is None and `reason` says why.
     """
-    command = [sys.executable, "-m", "keras_sn.benchmarks.measure", json.dumps(asdict(configuration))]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     if configuration.purpose == "memory":
         environment |= MEMORY_ENVIRONMENT
     row = configuration.row() | {"fits": None, "peak_bytes": None}
     try:
+        command = worker_command(configuration)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return row | {"fits": False, "reason": f"not done after {timeout:.0f} seconds"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode == 0 and lines:
-        return json.loads(lines[-1])
+        return row | json.loads(lines[-1])
     if done.returncode == -9:
         return row | {"fits": False, "reason": "killed: the machine ran out of memory"}
     return row | {"reason": "\n".join(done.stderr.splitlines()[-3:]) or f"exit status {done.returncode}"}
@@ -138,6 +156,8 @@ def measure(configuration: Configuration) -> Row:
         if isinstance(error, tf.errors.OpError) and not _is_out_of_memory(text):
             raise
         return row | {"reason": text.splitlines()[0] if text else type(error).__name__, "peak_bytes": None}
+    if configuration.purpose == "trace" and (seen := _traced(model, configuration)):
+        row |= {"trace": seen.row(), "traced_steps": TRACED_STEPS}
     plan = getattr(model, "plan", None)
     row |= figures | (_of_plan(plan) if plan else {})
     if gpus:
@@ -201,6 +221,8 @@ def _train(model: keras.Model, configuration: Configuration) -> Row:
             start = time.perf_counter()
             losses.append(float(model.train_on_batch(x, y, return_dict=True)["loss"]))
             seconds.append(time.perf_counter() - start)
+        if len(losses) == 1:
+            device.reset_peak()  # XLA tries algorithms out while it compiles, with as much memory as there is
         residents.append(resident)
     highest = max(residents[1:], key=lambda resident: resident.peak_bytes)
     return {
@@ -210,6 +232,11 @@ def _train(model: keras.Model, configuration: Configuration) -> Row:
         "first_step_seconds": seconds[0],
         "losses": losses,
     }
+
+
+def _traced(model: keras.Model, configuration: Configuration) -> traces.Trace | None:
+    x, y = _random_batch(model, configuration.batch_size)
+    return traces.trace(lambda: [float(model.train_on_batch(x, y, return_dict=True)["loss"]) for _ in range(TRACED_STEPS)])
 
 
 def _random_batch(model: keras.Model, batch_size: int) -> tuple[Any, Any]:

@@ -91,13 +91,14 @@ def table(rows: list[Row], title: str) -> Table:
         if not row["fits"]:
             shown.add_row(row["engine"], row["reason"].splitlines()[-1])
             continue
-        memory, speed = "", ""
+        peak_bytes, memory, speed = row["peak_bytes"], "", ""  # None for a rival without a GPU
         if first["fits"]:
-            memory = f"{row['peak_bytes'] / first['peak_bytes']:.2f}"
+            memory = f"{peak_bytes / first['peak_bytes']:.2f}" if peak_bytes and first["peak_bytes"] else ""
             speed = f"{first['seconds_per_step'] / row['seconds_per_step']:.2f}"
         seconds = f"{row['seconds_per_step']:.4g}"
         first_step = f"{row['first_step_seconds']:.0f}"
-        shown.add_row(row["engine"], format_bytes(row["peak_bytes"]), memory, seconds, speed, first_step)
+        peak = format_bytes(peak_bytes) if peak_bytes else ""
+        shown.add_row(row["engine"], peak, memory, seconds, speed, first_step)
     return shown
 
 

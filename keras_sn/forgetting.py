@@ -1,0 +1,96 @@
+"""Lets tensors between regions wait nowhere: the region that makes one runs again when a later region's backward pass reads it.
+
+This costs another forward pass of a few regions, where a copy to the host and back would cost more. In: a draft. Out: candidates.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from keras_sn.candidates import Candidate
+from keras_sn.cost import StepCosts
+from keras_sn.cuts import runs
+from keras_sn.drafts import Draft, inputs_of, may_leave
+
+MAX_LOOKED_AT = 60_000
+"""Layer calls that all trials of one descent together may look at."""
+
+TryOut = Callable[[Draft], Candidate]
+Fits = Callable[[Candidate], bool]
+
+
+def until_it_fits(costs: StepCosts, draft: Draft, try_out: TryOut, fits: Fits) -> Candidate | None:
+    """Forgets one tensor after the other, the cheapest for its bytes first, until that fits; None if it never does.
+
+    Args:
+        costs: The graph on its device.
+        draft: Where to begin.
+        try_out: Predicts a draft.
+        fits: Whether a candidate fits the budgets.
+    """
+    order = _by_price(costs, draft)
+    while not fits(candidate := try_out(draft)):
+        if not order:
+            return None
+        draft = _forgetting(draft, order.pop(0))
+    return candidate
+
+
+def descend(costs: StepCosts, best: Candidate, try_out: TryOut, fits: Fits) -> Candidate:
+    """Joins regions, and moves what waits, one at a time, as long as that makes a plan faster and it still fits."""
+    trials_left = MAX_LOOKED_AT // max(1, len(costs.graph.layers))
+    changed = True
+    while changed:
+        changed = False
+        for move in _moves(costs, best):
+            if trials_left == 0:
+                return best
+            trials_left -= 1
+            if (draft := move(best.draft)) is None:
+                continue
+            candidate = try_out(draft)
+            if fits(candidate) and candidate.seconds < best.seconds:
+                best, changed = candidate, True
+    return best
+
+
+def _moves(costs: StepCosts, best: Candidate) -> Iterator[Callable[[Draft], Draft | None]]:
+    """Changes to a draft; None where one does not apply any more."""
+    draft = best.draft
+    if draft is None:
+        return
+    for end in draft.ends[-2::-1]:
+        yield lambda one, end=end: _joined(one, end) if end in one.ends else None
+    waiting = sorted(_by_price(costs, draft) + list(draft.forgotten), key=costs.graph.nbytes)
+    for tensor in waiting:
+        yield lambda one, tensor=tensor: _remembering(one, tensor) if tensor in one.away | one.forgotten else None
+        yield lambda one, tensor=tensor: _forgetting(one, tensor) if tensor in one.away else None
+    for tensor in waiting:
+        yield lambda one, tensor=tensor: _sending(one, tensor) if tensor in one.forgotten else None
+
+
+def _joined(draft: Draft, end: int) -> Draft:
+    return replace(draft, ends=tuple(one for one in draft.ends if one != end), kept=draft.kept - {end})
+
+
+def _forgetting(draft: Draft, tensor: str) -> Draft:
+    return replace(draft, forgotten=draft.forgotten | {tensor}, away=draft.away - {tensor})
+
+
+def _remembering(draft: Draft, tensor: str) -> Draft:
+    return replace(draft, forgotten=draft.forgotten - {tensor}, away=draft.away - {tensor})
+
+
+def _sending(draft: Draft, tensor: str) -> Draft:
+    return replace(draft, forgotten=draft.forgotten - {tensor}, away=draft.away | {tensor})
+
+
+def _by_price(costs: StepCosts, draft: Draft) -> list[str]:
+    """What waits between regions, by the seconds of making it again for each byte."""
+    graph, price = costs.graph, {}
+    for run in runs(draft.ends):
+        seconds = sum(costs.forward[position] for position in run)
+        for tensor in (tensor for position in run for tensor in graph.layers[position].outputs):
+            if may_leave(graph, tensor):
+                price[tensor] = seconds / graph.nbytes(tensor)
+    waiting = {t for run in runs(draft.ends) for t in inputs_of(graph.layers[run.start : run.stop]) if t in price}
+    return sorted(waiting - draft.forgotten, key=price.__getitem__)
