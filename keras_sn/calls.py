@@ -29,7 +29,18 @@ _COMPARABLE = (str, int, float, bool, type(None), np.number, np.bool_)
 class _CallExecutor:
     executor: PlanExecutor
     structure: Any
-    """Of the outputs."""
+    """Of the outputs: a `KerasTensor` for each tensor, and None, numbers and texts as they are."""
+
+
+class _TensorsOf(TracedCall):
+    """A call whose outputs are the tensors that the layer returns; it may return None, numbers and texts beside them."""
+
+    def run(self, tensors: dict[str, Any]) -> list[Any]:
+        return [y for y in super().run(tensors) if _is_tensor(y)]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return tf.is_tensor(leaf) or isinstance(leaf, keras.KerasTensor)
 
 
 class CallRunner:
@@ -43,7 +54,7 @@ class CallRunner:
     def __init__(self, *, jit: bool, ties: bool):
         self.jit, self.ties = jit, ties
         self.library = RegionLibrary()
-        self._executors: dict[Hashable, _CallExecutor] = {}
+        self._executors: dict[Hashable, _CallExecutor | None] = {}
 
     def run(self, call: "LayerCallOnTensors", *, offload: bool) -> Any:
         """Makes a call.
@@ -61,13 +72,19 @@ class CallRunner:
         if (key, offload) not in self._executors:
             self._executors[key, offload] = self._executor(call, offload)
         called = self._executors[key, offload]
+        if called is None:
+            return call.layer(*call.args, **call.kwargs, training=call.training)
         result = called.executor.run(call.tensors)
         result.add_losses()
         assign_all(result.state_updates)
-        return keras.tree.pack_sequence_as(called.structure, result.outputs)
+        made = iter(result.outputs)
+        return keras.tree.map_structure(lambda leaf: next(made) if _is_tensor(leaf) else leaf, called.structure)
 
-    def _executor(self, call: "LayerCallOnTensors", offload: bool) -> _CallExecutor:
+    def _executor(self, call: "LayerCallOnTensors", offload: bool) -> _CallExecutor | None:
+        """What runs calls like this one; None if they return no tensor."""
         trace, structure = call.trace()
+        if not trace.graph.outputs:
+            return None
         saved = tuple(Saved(name, HOST if offload else DEVICE) for name in trace.graph.inputs)
         plan = Plan("dict", 0, (Region((_NAME,), saved),), 0, 0, 0)
         options = {"jit": self.jit, "library": self.library, "ties": self.ties, "owner": self}
@@ -119,7 +136,7 @@ class LayerCallOnTensors:
         places = {id(one): keras.KerasTensor(one.shape, one.dtype.name) for one in self.tensors}
         args, kwargs = CallArguments(self.args, self.kwargs).fill_in(places)
         bindings = tuple((id(place), given) for place, given in zip(places.values(), inputs, strict=True))
-        return TracedCall(name, self.layer, CallArguments(args, kwargs), bindings, outputs, self.training)
+        return _TensorsOf(name, self.layer, CallArguments(args, kwargs), bindings, outputs, self.training)
 
     def trace(self) -> tuple[ModelTrace, Any]:
         """The call as a graph of one layer call, whose inputs are its tensors; and the structure of what it returns."""
@@ -127,7 +144,7 @@ class LayerCallOnTensors:
         arguments = self.traced(_NAME, inputs, ()).arguments
         with keras_internals.losses_forgotten(self.layer):
             structure = keras_internals.output_spec(self.layer, *arguments.args, **arguments.kwargs, training=self.training)
-        outputs = keras.tree.flatten(structure)
+        outputs = [leaf for leaf in keras.tree.flatten(structure) if _is_tensor(leaf)]
         made = tuple(f"output {number}" for number in range(len(outputs)))
         specs = {n: TensorSpec(n, tuple(x.shape), x.dtype.name, "input") for n, x in zip(inputs, self.tensors, strict=True)}
         specs |= {name: TensorSpec(name, tuple(one.shape), one.dtype) for name, one in zip(made, outputs, strict=True)}

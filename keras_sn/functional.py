@@ -39,7 +39,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         return input_shapes(self, batch_size, inputs)
 
     def _trace(self, shapes: Shapes) -> ModelTrace:
-        return trace(self, shapes[0][0] if shapes and shapes[0] else 1, shapes)
+        return trace(self, shapes[0][0] if shapes and shapes[0] else 1, shapes, has_masks=self._now.has_masks)
 
     def _needs_shapes(self) -> bool:
         return has_open_axes(self)
@@ -66,6 +66,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         for x, its_mask in zip(flat, [None] * len(flat) if mask is None else keras.tree.flatten(mask), strict=True):
             if its_mask is not None:
                 keras_internals.set_mask(x, its_mask)
+        self._plan_for_masks(flat)
         if self._planned_for(_shapes(self.inputs, flat)).is_plain:
             return super().call(inputs, training=training, mask=mask, **kwargs)
         result = self._executor_in_force().run(flat)
@@ -76,6 +77,17 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
             self._now.waiting_updates.extend(result.state_updates)
         outputs = keras.tree.pack_sequence_as(self.output, result.outputs)
         return outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
+
+    def _plan_for_masks(self, inputs: Sequence[Any]) -> None:
+        """Plans anew when masks come with the inputs for the first time: layers that they reach are then not cut inside."""
+        if self._now.has_masks or all(x is None or keras_internals.get_mask(x) is None for x in inputs):
+            return
+        self._now.has_masks = True
+        self._now.plans.clear()
+        if self._now.planned is not None:
+            train_function = self.train_function  # it may be running
+            self._plan_shapes(self._now.planned.shapes)
+            self.train_function = train_function
 
     def _runs_by_plan(self, inputs: Any, training: bool | None) -> bool:
         if not training or self.settings.policy == "none" or self._now.is_aside or keras_internals.in_stateless_scope():

@@ -3,9 +3,14 @@
 `tests/test_keras_internals.py` fails when one of them changes.
 """
 
+import functools
+import operator
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -15,6 +20,9 @@ from keras.src.backend.common import global_state
 from keras.src.layers.layer import CallContext
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.sequential import Sequential
+from keras.src.ops.node import Node
+from keras.src.ops.symbolic_arguments import SymbolicArguments
+from keras.src.utils.naming import to_snake_case
 from tensorflow.python.eager import record
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.framework.ops import gradient_registry
@@ -51,6 +59,106 @@ def _is_of_keras(method: Any) -> bool:
     return method.__module__.partition(".")[0] in {"keras", "keras_sn"}
 
 
+def has_own_call(layer: Any) -> bool:
+    """Whether calling the layer means Keras' `__call__` around a `call` that is its user's, and nothing else."""
+    kind = type(layer)
+    is_plain = not {"call", "compute_output_spec"} & vars(layer).keys() and layer._remat_mode is None
+    return is_plain and _is_of_keras(kind.__call__) and _is_of_keras(kind.symbolic_call) and not _is_of_keras(kind.call)
+
+
+@dataclass(eq=False)
+class SymbolicCall:
+    """A call on symbolic tensors, like a node of Keras, but on no list of the operation."""
+
+    operation: Any
+    arguments: Any
+    structure: Any
+    """Of the outputs."""
+
+    @property
+    def outputs(self) -> list[Any]:
+        return keras.tree.flatten(self.structure)
+
+    @property
+    def input_tensors(self) -> list[Any]:
+        return self.arguments.keras_tensors
+
+    @property
+    def training(self) -> Any:
+        """The mode that it is made in, which Keras notes among the arguments of a layer that takes it."""
+        mode = self.arguments.kwargs.get("training")
+        return True if mode is None else mode
+
+
+@contextmanager
+def calls_noted() -> Iterator[list[SymbolicCall]]:
+    """Inside, the calls that this thread makes on symbolic tensors are noted in their order and leave nothing on the layers.
+
+    Keras makes a node of each call, which it puts on lists of the layers; walking back from the outputs of a model finds them
+    again, but not the order of the calls, nor those whose outputs nobody reads. Operations that are no layers get the name of
+    their kind: Keras numbers them through the whole program, and its numbers are left as they were.
+    """
+    calls: list[SymbolicCall] = []
+    numbers = global_state.get_global_attribute("object_name_uids")
+    numbers_before = None if numbers is None else numbers.copy()
+    original, thread = Node.__init__, threading.get_ident()
+
+    def note(self: Any, operation: Any, call_args: Any = None, call_kwargs: Any = None, outputs: Any = None) -> None:
+        if threading.get_ident() != thread:
+            return original(self, operation, call_args, call_kwargs, outputs)
+        if not isinstance(operation, keras.Layer):
+            operation.name = to_snake_case(type(operation).__name__)
+        if (symbol := _OPERATORS.get(sys._getframe(2).f_code)) is not None:
+            operation.__class__ = _as_operator(type(operation), symbol)
+        calls.append(SymbolicCall(operation, SymbolicArguments(*call_args, **call_kwargs), outputs))
+        return None
+
+    Node.__init__ = note
+    try:
+        yield calls
+    finally:
+        Node.__init__ = original
+        global_state.set_global_attribute("object_name_uids", numbers_before)
+
+
+_SYMBOLS = ("add", "sub", "mul", "matmul", "truediv", "pow", "floordiv", "mod", "and", "or", "xor")
+_SYMBOLS_OF_ONE_SIDE = ("neg", "abs", "lt", "le", "gt", "ge", "ne", "invert")
+_OPERATORS = {
+    getattr(keras.KerasTensor, f"__{side}{symbol}__").__code__: symbol
+    for symbols, sides in ((_SYMBOLS, ("", "r")), (_SYMBOLS_OF_ONE_SIDE, ("",)))
+    for symbol in symbols
+    for side in sides
+}
+"""The code of the methods that run for Python's operators on symbolic tensors -> the operator."""
+
+
+@functools.cache
+def _as_operator(kind: type, symbol: str) -> type:
+    """The operation, computed as Python's operator on tensors is: TensorFlow adds where `keras.ops.add` may call `BiasAdd`."""
+    compute = getattr(operator, f"__{symbol}__")
+    return type(kind.__name__, (kind,), {"call": lambda self, *operands: compute(*operands), "__module__": kind.__module__})
+
+
+@contextmanager
+def computed_by_call(layer: Any) -> Iterator[None]:
+    """Inside, a symbolic call of the layer runs its `call` on the symbolic tensors, not on placeholders in a graph of its own.
+
+    So what surrounds it (autocast of the inputs, masks, the mode) is Keras' own code.
+    """
+    vars(layer)["compute_output_spec"] = layer.call
+    try:
+        yield
+    finally:
+        del vars(layer)["compute_output_spec"]
+
+
+@contextmanager
+def scratch_graph() -> Iterator[Any]:
+    """A graph that is thrown away, for what must not be computed."""
+    with tf.__internal__.FuncGraph("scratch").as_default() as graph:
+        yield graph
+
+
 def standardize_inputs(model: Any, inputs: Any) -> list[Any]:
     """What `Functional.call` does with its inputs before it runs the graph: structure, dtypes, ranks, masks."""
     return model._standardize_inputs(inputs)
@@ -75,9 +183,10 @@ def training_mode() -> bool | None:
     return None if context is None else context.get_value("training")
 
 
-def output_spec(function: Any, *args: Any, **kwargs: Any) -> Any:
+def output_spec(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What a function of tensors returns, as `KerasTensor`s; it is traced in a graph that is thrown away, and changes nothing."""
-    return backend.compute_output_spec(function, *args, **kwargs)
+    # Keras' own parameter is named `fn`, which a layer may have too.
+    return backend.compute_output_spec(lambda args, kwargs: function(*args, **kwargs), args, kwargs)
 
 
 @contextmanager
@@ -113,6 +222,12 @@ def without_autocast() -> Iterator[None]:
     """Inside, `variable.value` is the variable's own value also while a mixed-precision model is being called."""
     with _autocast(None):
         yield
+
+
+def autocast_dtype() -> str | None:
+    """The dtype to which variables are cast that are read now, or None."""
+    scope = global_state.get_global_attribute("autocast_scope")
+    return None if scope is None else scope.dtype
 
 
 def sublayers(layer: Any) -> list[Any]:
@@ -221,6 +336,14 @@ def is_recorded(tensor: Any) -> bool:
     return bool(record.should_record_backprop([tensor]))
 
 
+def record_operation(outputs: Sequence[Any], inputs: Sequence[Any], gradient: Callable[..., Sequence[Any]]) -> None:
+    """Tells the active tapes how the gradients of tensors are computed; for none of the inputs that they do not record.
+
+    `tf.custom_gradient` tells them too, and also whoever differentiates the graph, and computes all gradients for everybody.
+    """
+    record.record_operation("Region", list(outputs), list(inputs), gradient)
+
+
 def in_place_of(computed: Any, saved: Any) -> Any:
     """The saved value, with the gradient of the computed one.
 
@@ -228,8 +351,17 @@ def in_place_of(computed: Any, saved: Any) -> Any:
     """
     with record.stop_recording():
         value = tf.identity(saved)
-    record.record_operation("InPlaceOf", [value], [computed], lambda gradient: [gradient])
+    record_operation([value], [computed], lambda gradient: [gradient])
     return value
+
+
+@contextmanager
+def weights_used() -> Iterator[list[Any]]:
+    """Inside, the trainable variables of TensorFlow that are read or assigned to are noted, also while no tape records."""
+    found: list[Any] = []
+    with record.VariableWatcher() as watcher:
+        yield found
+    found.extend(watcher.watched_variables())
 
 
 @contextmanager

@@ -125,9 +125,57 @@ def output_names(call_name: str, count: int) -> tuple[str, ...]:
     return (call_name,) if count == 1 else tuple(f"{call_name}:{place}" for place in range(count))
 
 
+def known_shapes(call: Any, known: dict[int, Any], batch_size: int) -> list[tuple[int | None, ...]]:
+    """The shapes of a call's outputs on inputs of known shapes, as Keras infers them; None for an axis that it leaves open.
+
+    Args:
+        call: `operation`, `arguments`, `input_tensors` and `outputs`, symbolic, maybe with open axes.
+        known: By the id of each symbolic input, `shape` and `dtype` with all axes known.
+        batch_size: What an open first axis stands for, as long as layers call layers.
+    """
+
+    def filled(tensor: Any) -> tuple[int | None, ...]:
+        shape = tuple(tensor.shape)
+        return (batch_size, *shape[1:]) if shape and shape[0] is None else shape
+
+    if not any(None in tensor.shape for tensor in call.outputs):
+        return [tuple(tensor.shape) for tensor in call.outputs]
+    shapes = [filled(tensor) for tensor in call.outputs]
+    has_batch_axes = all(tuple(known[id(tensor)].shape) == filled(tensor) for tensor in call.input_tensors)
+    if isinstance(call.operation, keras.Layer) and has_batch_axes and not any(None in shape for shape in shapes):
+        return shapes
+    filled_in = {key: keras.KerasTensor(known[key].shape, known[key].dtype) for key in map(id, call.input_tensors)}
+    args, kwargs = call.arguments.fill_in(filled_in)
+    shapes = [tuple(one.shape) for one in keras.tree.flatten(call.operation.compute_output_spec(*args, **kwargs))]
+    if any(None in shape for shape in shapes):  # the layer leaves open what TensorFlow knows
+        outputs = keras_internals.output_spec(call.operation, *args, **kwargs)
+        shapes = [tuple(one.shape) for one in keras.tree.flatten(outputs)]
+    return shapes
+
+
+def shapes_can_be_known(calls: Sequence[Any], known: dict[int, Any], batch_size: int) -> bool:
+    """Whether the bytes of all tensors that calls make can be told; see `known_shapes`."""
+    known = dict(known)
+    for call in calls:
+        shapes = known_shapes(call, known, batch_size)
+        dtypes = [keras.backend.standardize_dtype(tensor.dtype) for tensor in call.outputs]
+        if any(None in shape for shape in shapes) or not DTYPE_BYTES.keys() >= set(dtypes):
+            return False
+        made = zip(call.outputs, shapes, dtypes, strict=True)
+        known |= {id(tensor): TensorSpec("", shape, dtype) for tensor, shape, dtype in made}
+    return True
+
+
 def variables_of(operation: Any) -> list[keras.Variable]:
     """All variables of a layer, those of metrics inside it too; none for an operation that is no layer."""
     return [*getattr(operation, "variables", []), *getattr(operation, "metrics_variables", [])]
+
+
+def variables_of_call(call: Any) -> list[keras.Variable]:
+    """The variables of a call's operation, and those among its arguments, each once."""
+    arguments = keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
+    found = [*variables_of(call.operation), *(one for one in arguments if isinstance(one, keras.Variable))]
+    return list({id(variable): variable for variable in found}.values())
 
 
 def layer_call_of(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]) -> LayerCall:
@@ -141,7 +189,8 @@ def layer_call_of(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]
     inputs, outputs = [specs[name] for name in call.inputs], [specs[name] for name in call.outputs]
     key = key_of_arguments(call.arguments.args, call.arguments.kwargs)
     traits = traits_of(call.operation, inputs, outputs, call.run_on, key)
-    weights = [w for w in getattr(call.operation, "trainable_variables", []) if id(w) not in seen]
+    own = {id(weight) for weight in getattr(call.operation, "trainable_variables", variables_of_call(call))}
+    weights = [w for w in variables_of_call(call) if w.trainable and id(w) in own and id(w) not in seen]
     seen.update(id(weight) for weight in weights)
     return LayerCall(
         name=call.name,

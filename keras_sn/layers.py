@@ -32,7 +32,7 @@ class Recompute(keras.Layer):
     def __init__(self, layer: keras.Layer, offload: bool = False, **kwargs: Any):
         if not isinstance(layer, keras.Layer):
             raise TypeError(f"`layer` must be a Keras layer or model. Received: layer={layer!r}")
-        super().__init__(**{"name": f"recompute_{layer.name}", "dtype": layer.dtype_policy} | kwargs)
+        super().__init__(**{"name": f"recompute_{layer.name}", "dtype": _without_quantization(layer.dtype_policy)} | kwargs)
         self.layer = layer
         self.offload = offload
         self.supports_masking = layer.supports_masking
@@ -65,3 +65,11 @@ class Recompute(keras.Layer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Recompute":
         return cls(**config | {"layer": keras.saving.deserialize_keras_object(config["layer"])})
+
+
+def _without_quantization(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    """The policy under a quantized one, which is for the layer that has the quantized weights."""
+    if policy.quantization_mode is None:
+        return policy
+    is_mixed = policy.compute_dtype != policy.variable_dtype
+    return keras.DTypePolicy(f"mixed_{policy.compute_dtype}" if is_mixed else policy.compute_dtype)

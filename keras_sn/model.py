@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.batches import count_samples, first_batch, whole_batch
+from keras_sn.differentiation import asked_here
 from keras_sn.errors import PlanError
 from keras_sn.layer_calls import ModelTrace
 from keras_sn.log import log
@@ -274,6 +275,10 @@ class SNModel(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         """Keras' own; state and weights change together, after all gradients exist (except under `tf.distribute`)."""
+        with asked_here():
+            return self._train_step(data)
+
+    def _train_step(self, data: Any) -> Any:
         is_keras_own = self._now.plan is None or self._now.plan.is_plain or self.optimizer is None
         if is_keras_own or tf.distribute.has_strategy():  # there, a thread for each replica runs this at the same time
             return super().train_step(data)

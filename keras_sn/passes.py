@@ -1,6 +1,6 @@
 """One forward pass of a plan: what it has saved, where that waits, and how it comes back for the backward pass."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.plan import Region
-from keras_sn.pool import TIERS
+from keras_sn.pool import TIERS, behind
 from keras_sn.regions import EAGER, RegionBody, RegionFunction, RegionResult
 from keras_sn.steps import RECOMPUTE
 
@@ -33,8 +33,6 @@ class Pass:
     updated: dict[int, tuple[keras.Variable, Any]] = field(default_factory=dict)
     losses: list[tuple[Any, Any]] = field(default_factory=list)
     """Losses with the layers that added them."""
-    connected: set[str] = field(default_factory=set)
-    """Tensors whose gradient is real. `tf.custom_gradient` fills in zeros for the others, where Keras has None."""
     started: dict[int, Any] = field(default_factory=dict)
     """Region -> a tensor that exists once its backward pass can start."""
     in_tier: dict[str, Any] = field(default_factory=dict)
@@ -50,6 +48,19 @@ class Pass:
         """Keeps how to make those of a region's outputs again that wait nowhere."""
         self.replays.update((name, rerun) for name in rerun.names if name in self.recomputed)
 
+    def wait_for_copies(self, region: int, read_next: Sequence[str]) -> None:
+        """Lets whatever reads the first of these tensors wait until what a region has put into tiers is there.
+
+        Without it, the forward pass would run ahead of its copies, and all that leaves would still be on the device.
+        """
+        copies = self.stored.pop(region, [])
+        name = next((name for name in read_next if is_float(self.tensors[name])), None)
+        if name is None or not copies:
+            return
+        tensor = self.tensors[name]
+        self.tensors[name] = behind(tensor, *copies)
+        keras_internals.set_mask(self.tensors[name], keras_internals.get_mask(tensor))
+
     def fetch(self, tier: str, name: str, stored: Any, after: Any) -> Any:
         """A tensor from its tier; once for all that ask for it at one time, which TensorFlow's optimizer may or may not see."""
         if self.mode == EAGER:  # each asks in its own turn, and a copy held here would stay alive
@@ -58,23 +69,6 @@ class Pass:
         if key not in self.fetched:
             self.fetched[key] = TIERS[tier].get(stored, after), after
         return self.fetched[key][0]
-
-    def mark(self, name: str, tensor: Any) -> Any:
-        """The tensor, in a form that notes the arrival of its gradient."""
-        if not is_float(tensor):
-            return tensor
-
-        @tf.custom_gradient
-        def noted(x):
-            def gradient(upstream):
-                self.connected.add(name)
-                return upstream
-
-            return tf.identity(x), gradient
-
-        marked = noted(tensor)
-        keras_internals.set_mask(marked, keras_internals.get_mask(tensor))
-        return marked
 
 
 @dataclass(frozen=True)
@@ -150,8 +144,47 @@ def save(
             if name not in in_tier:
                 return stored[name]
             after = started.get(places[name].prefetch_at, gate)
+            if one_pass.mode != EAGER and after.graph is not gate.graph:
+                after = gate  # of another backward pass, as of a loop
             return one_pass.fetch(places[name].tier, name, stored[name], after)
 
         return [back(name) for name in names_inputs], [back(name) for name in names_inside]
 
     return fetch
+
+
+def masks_of(tensors: Sequence[Any]) -> list[Any]:
+    return [None if x is None else keras_internals.get_mask(x) for x in tensors]
+
+
+def read_variables(one_pass: Pass, body: RegionBody) -> tuple[list[Any], list[Any]]:
+    """The values of the region's trainable variables and of its state."""
+    with keras_internals.without_autocast():
+        trainable = [_current(one_pass, variable) for variable in body.trainable]
+        state = [
+            one_pass.state[id(variable)] if id(variable) in one_pass.state else tf.convert_to_tensor(variable.value)
+            for variable in body.state
+        ]
+    return trainable, state
+
+
+def _current(one_pass: Pass, variable: keras.Variable) -> Any:
+    """The value of a trainable variable: its own, or what a layer has assigned to it in this pass."""
+    value = tf.convert_to_tensor(variable.value)
+    return keras_internals.in_place_of(value, one_pass.state[id(variable)]) if id(variable) in one_pass.state else value
+
+
+def hand_on(one_pass: Pass, body: RegionBody, function: RegionFunction, result: Any, outputs: list, losses: list):
+    """Gives the region's outputs, masks, losses and new state to the regions after it and to the model."""
+    for name, tensor, mask in zip(body.outputs, outputs, result.masks, strict=True):
+        if mask is not None:
+            keras_internals.set_mask(tensor, mask)
+        one_pass.tensors[name] = tensor
+    for owner, loss in zip(function.loss_owners, losses, strict=True):
+        one_pass.losses.append((body.layers[owner], loss))
+    for place in function.unmasked:
+        keras_internals.set_mask(one_pass.tensors[body.inputs[place]], None)
+    for variable, new in zip(body.updatable, result.new_state, strict=True):
+        if new is not None:
+            one_pass.state[id(variable)] = new
+            one_pass.updated[id(variable)] = (variable, new)

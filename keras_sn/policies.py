@@ -114,7 +114,7 @@ def _by_pattern(graph: LayerGraph, policy: Mapping[str, str]) -> list[Region]:
 
 
 def actions_by_pattern(names: Sequence[str], policy: Mapping[str, str]) -> dict[str, str]:
-    """The action for each layer call, by the first pattern that matches its name; `"keep"` where none does.
+    """The action for each layer call, by the first pattern that matches it; `"keep"` where none does.
 
     Raises:
         PlanError: A pattern matches no name.
@@ -130,8 +130,13 @@ def actions_by_pattern(names: Sequence[str], policy: Mapping[str, str]) -> dict[
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A pattern matches the whole name of a call, or the name of its layer without the models around it and its use."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition("/")[2].partition("#")[0], pattern)
+    """A pattern matches the whole name of a call, or the name of its layer without what is around it and its use.
+
+    What matches a model or a composite layer matches all calls inside.
+    """
+    parts = name.split("/")
+    paths = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatchcase(one, pattern) for one in (*paths, *(part.partition("#")[0] for part in parts)))
 
 
 def _consistent(regions: Sequence[Region]) -> list[Region]:

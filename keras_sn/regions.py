@@ -5,19 +5,17 @@ again gives the same numbers and changes nothing. Forward and backward are two f
 can neither merge a recomputation with the forward pass nor start it early. Regions of equal structure share them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_sn import keras_internals, op_graph
+from keras_sn.bodies import BorrowedWeights, RegionBody
 from keras_sn.errors import UnsupportedModelError
-from keras_sn.graph import TensorSpec
-from keras_sn.layer_calls import ModelTrace, TracedCall, variables_of
+from keras_sn.layer_calls import TracedCall
 from keras_sn.structure import structure_of
 
 EAGER, FUNCTION, XLA = "eager", "function", "xla"
@@ -35,60 +33,6 @@ class RegionResult(NamedTuple):
     """Of `RegionBody.inside_only`: what only its backward pass wants."""
 
 
-@dataclass(frozen=True, eq=False)
-class RegionBody:
-    """The layer calls of one region with the variables and tensors that they use."""
-
-    calls: tuple[TracedCall, ...]
-    input_specs: tuple[TensorSpec, ...]
-    outputs: tuple[str, ...]
-    saved_inside: tuple[str, ...]
-    read_later: frozenset[str]
-    """Those of its inputs that later regions read, or that the model returns."""
-    autocast_dtype: str | None
-    """The model's compute dtype if it differs from its variables', else None."""
-
-    @cached_property
-    def inputs(self) -> tuple[str, ...]:
-        return tuple(spec.name for spec in self.input_specs)
-
-    @cached_property
-    def inside_only(self) -> tuple[str, ...]:
-        """Those of the saved tensors that are not outputs; XLA would copy a tensor that a function returns twice."""
-        return tuple(name for name in self.saved_inside if name not in self.outputs)
-
-    @cached_property
-    def variables(self) -> list[keras.Variable]:
-        found = {}
-        for call in self.calls:
-            in_arguments = keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
-            found |= {id(v): v for v in [*variables_of(call.operation), *in_arguments] if isinstance(v, keras.Variable)}
-        return list(found.values())
-
-    @cached_property
-    def trainable(self) -> list[keras.Variable]:
-        return [variable for variable in self.variables if variable.trainable]
-
-    @cached_property
-    def state(self) -> list[keras.Variable]:
-        return [variable for variable in self.variables if not variable.trainable]
-
-    @property
-    def updatable(self) -> list[keras.Variable]:
-        """What its layers may assign to: state, and weights too (`SpectralNormalization` assigns the kernel)."""
-        return [*self.state, *self.trainable]
-
-    @cached_property
-    def layers(self) -> list[Any]:
-        """All layers inside, each once, in the order of the calls."""
-        found = {id(layer): layer for call in self.calls for layer in keras_internals.sublayers(call.operation)}
-        return list(found.values())
-
-    def describe(self) -> str:
-        names = [call.name for call in self.calls]
-        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-
-
 class RegionFunction:
     """The functions of all regions of one structure."""
 
@@ -99,6 +43,8 @@ class RegionFunction:
         """For each loss the place of the layer that added it in `body.layers`."""
         self.unmasked: list[int] = []
         """Places of inputs whose mask a layer takes away, also from those who read them later (`MultiHeadAttention` does)."""
+        self._borrowed: list[tuple[TracedCall, list[Any]]] = []
+        """Layer calls that use weights which the region does not know, and these."""
         self._is_checked = False
         self.forward, self.backward = self._compiled(self._forward), self._compiled(self._backward)
 
@@ -148,6 +94,7 @@ class RegionFunction:
         for x, mask in zip(inputs, masks, strict=True):
             if mask is not None:
                 keras_internals.set_mask(x, mask)
+        self._borrowed = []
         substitutes = {} if saved is None else dict(zip(body.saved_inside, saved, strict=True))
         mapping = list(zip([*body.trainable, *body.state], [*trainable, *state], strict=True))
         with keras_internals.without_autocast():  # else the scope would cast the values
@@ -155,8 +102,11 @@ class RegionFunction:
             scope = keras_internals.UpdatingScope(sources, state_mapping=mapping, collect_losses=True)
         with keras_internals.call_context(body.autocast_dtype, body.calls[0].training), scope:
             for call in body.calls:
-                with _no_draws_of_tensorflow(call) if self.mode != EAGER else nullcontext():
+                looked_at = _no_draws_of_tensorflow(call) if self.mode != EAGER else nullcontext()
+                with looked_at, keras_internals.weights_used() as used:
                     outputs = _run(call, tensors)
+                if used:
+                    self._borrowed.append((call, used))
                 for name, tensor in zip(call.outputs, outputs, strict=True):
                     tensors[name] = _with_saved_value(tensor, substitutes[name]) if name in substitutes else tensor
             before = zip(body.updatable, [*state, *trainable], strict=True)
@@ -174,6 +124,15 @@ class RegionFunction:
             [tf.convert_to_tensor(loss) for loss in losses],
             [tensors[name] for name in body.inside_only],
         )
+
+    def refuse_borrowed(self) -> None:
+        """Says so if the region uses weights that it does not know, whose gradients it could not compute.
+
+        Raises:
+            BorrowedWeights: See there.
+        """
+        if self._borrowed:
+            raise BorrowedWeights.of(self._borrowed)
 
     def _check_no_foreign_updates(self, scope: keras.StatelessScope) -> None:
         if keras_internals.updated_variable_ids(scope) - {id(variable) for variable in self.body.variables}:
@@ -254,7 +213,8 @@ class RegionLibrary:
         elif inline:
             mode = EAGER
         structure = structure_of(body.calls, body.input_specs, (*body.outputs, *body.saved_inside))
-        key = (mode, structure if structure is not None else id(body), len(body.outputs), body.autocast_dtype)
+        is_shared = structure is not None and not body.borrowed
+        key = (mode, structure if is_shared else id(body), len(body.outputs), body.autocast_dtype)
         if key not in self._by_structure:
             self._by_structure[key] = RegionFunction(body, mode)
         return self._by_structure[key]
@@ -266,19 +226,3 @@ class RegionLibrary:
 def autocast_dtype_of(layer: Any) -> str | None:
     """The compute dtype of a layer or model whose variables have another, else None."""
     return layer.compute_dtype if layer.compute_dtype != layer.variable_dtype else None
-
-
-def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str | None) -> list[RegionBody]:
-    """The bodies of a plan's regions: what each reads from outside, and what it makes that others read."""
-    graph, bodies = trace.graph, []
-    for region in regions:
-        calls = trace.calls_named(region.layers)
-        made = {name for call in calls for name in call.outputs}
-        inputs = dict.fromkeys(name for call in calls for name in call.inputs if name not in made)
-        specs = tuple(graph.tensors[name] for name in inputs)
-        end = graph.position[region.layers[-1]]
-        outputs = [name for call in calls for name in call.outputs if graph.last_use.get(name, -1) > end]
-        saved = tuple(one.tensor for one in region.saved if one.tensor in made)
-        read_later = frozenset(name for name in inputs if graph.last_use[name] > end)
-        bodies.append(RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype))
-    return bodies

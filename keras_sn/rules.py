@@ -39,6 +39,11 @@ def register_rule(*layer_classes: type) -> Callable[[Rule], Rule]:
     return register
 
 
+def has_rule_of_user(operation: Any) -> bool:
+    """Whether a registered rule says what a layer or operation does as a whole."""
+    return any(kind in _RULES for kind in type(operation).__mro__)
+
+
 def traits_of(
     operation: Any,
     inputs: Sequence[TensorSpec],

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_sn.graph import TensorSpec
-from keras_sn.layer_calls import PlacedArguments, TracedCall, variables_of
+from keras_sn.layer_calls import PlacedArguments, TracedCall, variables_of, variables_of_call
 
 _PLAIN = (str, int, float, bool, type(None))
 _BOOKKEEPING = {"name", "_name", "path", "_path", "_auto_config", "_inbound_nodes", "_outbound_nodes", "_parent_path"}
@@ -48,7 +48,7 @@ def structure_of(calls: Sequence[TracedCall], inputs: Sequence[TensorSpec], outp
 def _variable_sharing(calls: Sequence[TracedCall]) -> tuple[int, ...]:
     """Which variables of the calls are one and the same."""
     places: dict[int, int] = {}
-    variables = (v for call in calls for v in variables_of(call.operation))
+    variables = (v for call in calls for v in variables_of_call(call))
     return tuple(places.setdefault(id(variable), len(places)) for variable in variables)
 
 
@@ -108,7 +108,7 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.shape, str(value.dtype), value.tobytes()
     if isinstance(value, keras.Variable):
-        return "variable", tuple(value.shape), str(value.dtype)
+        return "variable", tuple(value.shape), str(value.dtype), value.trainable
     if isinstance(value, keras.random.SeedGenerator):
         return ("seed generator",)
     if isinstance(value, keras.Layer):

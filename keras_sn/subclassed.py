@@ -94,7 +94,7 @@ class ChildPlanner:
             if not hasattr(leaf, "shape") and not isinstance(leaf, list):
                 return leaf
             shape = shape_of(leaf)
-            dtype = keras.backend.standardize_dtype(getattr(leaf, "dtype", np.asarray(leaf).dtype))
+            dtype = keras.backend.standardize_dtype(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
             if dtype == "float64" and not tf.is_tensor(leaf):
                 dtype = keras.config.floatx()  # as Keras' data adapters convert arrays
             return keras.KerasTensor((batch_size or shape[0], *shape[1:]) if shape else shape, dtype)

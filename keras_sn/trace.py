@@ -1,7 +1,8 @@
 """A functional Keras model as a `LayerGraph`, and the layer calls that go with it.
 
-Nested functional and Sequential models are flattened; a shared layer has one call for each use; raw `keras.ops` nodes are calls
-like others. Nothing is computed and nothing recurses: 10,000 layer calls take a second.
+Nested functional and Sequential models are flattened, and composite layers where their `call` can be told from its calls (see
+`composites`); a shared layer has one call for each use; raw `keras.ops` nodes are calls like others. Nothing is computed and
+nothing recurses: 10,000 layer calls take a second.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import keras
 
 from keras_sn import keras_internals
+from keras_sn.composites import may_be_opened, may_make_masks, open_call
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES, LayerGraph, TensorSpec
 from keras_sn.layer_calls import (
@@ -20,19 +22,26 @@ from keras_sn.layer_calls import (
     PassMask,
     PlacedArguments,
     TracedCall,
+    known_shapes,
     layer_call_of,
     output_names,
+    shapes_can_be_known,
 )
 from keras_sn.order import few_alive
+from keras_sn.readers import Readers
+from keras_sn.regions import autocast_dtype_of
 
 
-def trace(model: Any, batch_size: int, input_shapes: Sequence[tuple[int, ...]] | None = None) -> ModelTrace:
+def trace(
+    model: Any, batch_size: int, input_shapes: Sequence[tuple[int, ...]] | None = None, *, has_masks: bool = False
+) -> ModelTrace:
     """Finds the layer calls of a functional or built Sequential model.
 
     Args:
         model: A functional or Sequential model whose layers are built.
         batch_size: The number of samples that an unknown first axis stands for.
         input_shapes: The full shape of each input, for models whose inputs have other unknown axes.
+        has_masks: Whether Keras masks may come with the inputs.
 
     Returns:
         The layer calls with their graph. The order is Keras' own where that keeps about as few bytes alive as the best
@@ -42,7 +51,7 @@ def trace(model: Any, batch_size: int, input_shapes: Sequence[tuple[int, ...]] |
         UnsupportedModelError: The model is not a graph of layers, or not built, or an axis other than the first is unknown.
     """
     check_supported(model)
-    flattening = _Flattening(model, batch_size, input_shapes)
+    flattening = _Flattening(model, batch_size, input_shapes, has_masks)
     calls = few_alive(flattening.calls, flattening.specs, flattening.outputs)
     seen: set[int] = set()
     layers = tuple(layer_call_of(call, flattening.specs, seen) for call in calls)
@@ -82,33 +91,40 @@ def check_supported(model: Any) -> None:
 
 @dataclass
 class _Flattening:
-    """Walks the nodes of a model and of the models inside it."""
+    """Walks the nodes of a model, of the models inside it, and the calls inside composite layers."""
 
     model: Any
     batch_size: int
     input_shapes: Sequence[tuple[int, ...]] | None = None
+    masked_inputs: bool = False
     calls: list[TracedCall] = field(default_factory=list)
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     """The id of a symbolic tensor -> the name of the tensor that it stands for."""
+    masked: set[str] = field(default_factory=set)
+    """Tensors that may carry a Keras mask."""
     call_name: CallNames = field(default_factory=CallNames)
 
     def __post_init__(self):
         graph = keras_internals.functional_part(self.model)
+        self.autocast_dtype = autocast_dtype_of(self.model)
         self.has_masks = any(_makes_masks(layer) for layer in keras_internals.sublayers(graph))
         for tensor, shape in zip(graph.inputs, self.input_shapes or [None] * len(graph.inputs), strict=True):
             self.names[id(tensor)] = tensor.name
             self.specs[tensor.name] = self._spec(tensor.name, tensor, kind="input", shape=shape)
         self.inputs = [tensor.name for tensor in graph.inputs]
-        self._walk(graph)
+        self.masked.update(self.inputs if self.masked_inputs else ())
+        nodes = keras_internals.nodes_in_execution_order(graph)
+        self.readers = Readers(nodes, graph.outputs)
+        self._walk(nodes)
         self.outputs = [self.names[id(tensor)] for tensor in graph.outputs]
 
-    def _walk(self, graph: Any) -> None:
-        """Visits all nodes; the stack holds the models that are being flattened, so that nesting does not recurse."""
-        stack = [("", iter(keras_internals.nodes_in_execution_order(graph)), None)]
+    def _walk(self, nodes: Sequence[Any]) -> None:
+        """Visits all nodes; the stack holds what is being flattened, so that nesting does not recurse."""
+        stack: list[tuple[str, Iterator[Any], Any]] = [("", iter(nodes), None)]
         while stack:
-            prefix, nodes, leave = stack[-1]
-            node = next(nodes, None)
+            prefix, rest, leave = stack[-1]
+            node = next(rest, None)
             if node is None:
                 stack.pop()
                 if leave is not None:
@@ -119,9 +135,16 @@ class _Flattening:
                 self._add(node, prefix)
 
     def _enter(self, node: Any, prefix: str) -> tuple[str, Iterator[Any], Any] | None:
-        """Steps into a nested model, unless what calling it does cannot be told from its graph."""
+        """Steps into a nested model or a composite layer, unless what calling it does cannot be told from the calls inside."""
+        if getattr(node, "training", True) is not True:
+            return None
+        if isinstance(node.operation, keras.Model) and (entered := self._enter_model(node, prefix)) is not None:
+            return entered
+        return self._enter_composite(node, prefix) if may_be_opened(node.operation) else None
+
+    def _enter_model(self, node: Any, prefix: str) -> tuple[str, Iterator[Any], Any] | None:
         model = node.operation
-        if not isinstance(model, keras.Model) or model.activity_regularizer is not None:
+        if model.activity_regularizer is not None:
             return None
         graph = keras_internals.functional_part(model)
         if graph is None or not keras_internals.runs_its_graph(model) or _given(node.arguments.kwargs) - {"training"}:
@@ -133,34 +156,49 @@ class _Flattening:
         given_names = [self.names[id(tensor)] for tensor in given]
         for name, inner in zip(given_names, graph.inputs, strict=True):
             self.names[id(inner)] = self._cast(name, inner.dtype, path)
-        produced, outer = graph.outputs, node.outputs
+        produced, outer, nodes = graph.outputs, node.outputs, keras_internals.nodes_in_execution_order(graph)
+        self.readers.enter(nodes, zip(graph.inputs, given, strict=True), zip(produced, outer, strict=True))
 
         def leave() -> None:
             for inner, outside in zip(produced, outer, strict=True):
                 name = self.names[id(inner)]
                 self.names[id(outside)] = self._pass_mask(name, given_names[0], path) if self.has_masks else name
 
-        return path + "/", iter(keras_internals.nodes_in_execution_order(graph)), leave
+        return path + "/", iter(nodes), leave
+
+    def _enter_composite(self, node: Any, prefix: str) -> tuple[str, Iterator[Any], Any] | None:
+        if any(self.names[id(tensor)] in self.masked for tensor in node.input_tensors):
+            return None
+        opened = open_call(node, self.autocast_dtype)
+        if opened is None or not shapes_can_be_known(opened.calls, self._known(node), self.batch_size):
+            return None
+        if not self.readers.add_up_alike(node, opened.calls, opened.outputs):
+            return None
+        through = zip(node.input_tensors, node.input_tensors, strict=True)
+        self.readers.enter(opened.calls, through, zip(opened.outputs, node.outputs, strict=True))
+
+        def leave() -> None:
+            for inner, outside in zip(opened.outputs, node.outputs, strict=True):
+                self.names[id(outside)] = self.names[id(inner)]
+
+        return self.call_name(prefix + node.operation.name) + "/", iter(opened.calls), leave
+
+    def _known(self, node: Any) -> dict[int, TensorSpec]:
+        return {id(tensor): self.specs[self.names[id(tensor)]] for tensor in node.input_tensors}
 
     def _add(self, node: Any, prefix: str) -> None:
         name = self.call_name(prefix + node.operation.name)
         bindings = tuple((id(tensor), self.names[id(tensor)]) for tensor in node.input_tensors)
         outputs = output_names(name, len(node.outputs))
-        known = self._known_shapes(node) if any(None in tensor.shape[1:] for tensor in node.outputs) else [None] * len(outputs)
-        for output, tensor, shape in zip(outputs, node.outputs, known, strict=True):
+        shapes = known_shapes(node, self._known(node), self.batch_size)
+        for output, tensor, shape in zip(outputs, node.outputs, shapes, strict=True):
             self.names[id(tensor)] = output
             self.specs[output] = self._spec(output, tensor, shape=shape)
-        self.calls.append(TracedCall(name, node.operation, node.arguments, bindings, outputs))
-
-    def _known_shapes(self, node: Any) -> list[tuple[int, ...]]:
-        """The shapes of a call's outputs on inputs of known shapes, as Keras infers them."""
-        specs = {id(tensor): self.specs[self.names[id(tensor)]] for tensor in node.input_tensors}
-        args, kwargs = node.arguments.fill_in({key: keras.KerasTensor(one.shape, one.dtype) for key, one in specs.items()})
-        shapes = [tuple(one.shape) for one in keras.tree.flatten(node.operation.compute_output_spec(*args, **kwargs))]
-        if any(None in shape for shape in shapes):  # the layer leaves open what TensorFlow knows
-            outputs = keras_internals.output_spec(node.operation, *args, **kwargs)
-            shapes = [tuple(one.shape) for one in keras.tree.flatten(outputs)]
-        return shapes
+            if keras_internals.get_mask(tensor) is not None:
+                self.masked.add(output)
+        if may_make_masks(node.operation) or any(given in self.masked for _, given in bindings):
+            self.masked.update(outputs)
+        self.calls.append(TracedCall(name, node.operation, node.arguments, bindings, outputs, getattr(node, "training", True)))
 
     def _cast(self, name: str, dtype: Any, path: str) -> str:
         spec = self.specs[name]
@@ -175,6 +213,8 @@ class _Flattening:
         name = self.call_name(f"{path}/{type(operation).__name__}")
         self.specs[name] = replace(spec, name=name, kind="activation")
         bindings = tuple(enumerate(inputs))
+        if any(given in self.masked for given in inputs):
+            self.masked.add(name)
         self.calls.append(TracedCall(name, operation, PlacedArguments(*range(len(inputs))), bindings, (name,)))
         return name
 

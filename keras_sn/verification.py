@@ -16,6 +16,7 @@ from keras_sn.errors import VerificationError
 from keras_sn.layer_calls import TracedCall
 from keras_sn.log import log
 from keras_sn.passes import assign_all
+from keras_sn.regions import autocast_dtype_of
 
 TOLERANCE = 2e-3
 """Of the largest value of an array. XLA, graph rewriting and TF32 round; half precision rounds more."""
@@ -107,7 +108,7 @@ def _first_unsteady(model: Any, calls: Sequence[TracedCall], x: Any, tolerance: 
     for call in calls:
         found = []
         for _ in range(3):
-            with keras.StatelessScope(), keras_internals.call_context(None):
+            with keras.StatelessScope(), keras_internals.call_context(autocast_dtype_of(model)):
                 found.append(call.run(tensors))
         if any(not _are_near(_array(b), _array(a), tolerance) for again in found for a, b in zip(found[0], again, strict=True)):
             return call.name

@@ -9,7 +9,7 @@ import pytest
 from rich.progress import Progress
 
 from keras_sn.benchmarks import __main__ as command_line
-from keras_sn.benchmarks import depth, measure, networks, predictions, step
+from keras_sn.benchmarks import depth, measure, networks, predictions, speed
 from keras_sn.benchmarks.measure import Configuration
 from keras_sn.benchmarks.search import SMALL, Search, find_deepest
 
@@ -91,13 +91,13 @@ def test_depth_writes_its_files(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["width"], "invalid choice: 'width'"),
+        (["length"], "invalid choice: 'length'"),
         ([], "arguments are required: {"),
         (["depth", "--engines", "torch"], "Received: 'torch'"),
         (["depth", "--memory", "much"], "Received: memory='much'"),
         (["depth", "--max-depth", "3"], "Received: --max-depth 3"),
-        (["step", "--engines", "torch"], "Received: 'torch'"),
-        (["step", "--steps", "1"], "Received: --steps 1"),
+        (["speed", "--engines", "torch"], "Received: 'torch'"),
+        (["speed", "--steps", "1"], "Received: --steps 1"),
         (["predictions", "--shares", "1.5"], "Received: {"),
         (["predictions", "--networks", "lenet"], "invalid choice: 'lenet'"),
     ],
@@ -109,7 +109,7 @@ def test_bad_arguments_are_refused(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_step_compares_with_the_first_engine():
+def test_speed_compares_with_the_first_engine():
     def run(configuration):
         is_plain, is_speed = configuration.engine == "keras-graph", configuration.purpose == "speed"
         seconds = 9.0 if not is_speed else 1.0 if is_plain else 0.8
@@ -117,11 +117,11 @@ def test_step_compares_with_the_first_engine():
         return row | {"seconds_per_step": seconds, "first_step_seconds": 2.0}
 
     engines = ("keras-graph", "recompute")
-    configurations = {e: Configuration(engine=e, network="resnet", arguments=TINY_RESNET, batch_size=1) for e in engines}
-    rows = step.measure_engines(configurations, 3, has_gpu=False, run=run)
+    configurations = [Configuration(engine=e, network="resnet", arguments=TINY_RESNET, batch_size=1) for e in engines]
+    rows = speed.measure_engines(configurations, 3, has_gpu=False, run=run)
     assert [row["seconds_per_step"] for row in rows] == [1.0, 0.8]
     assert [len(row["rounds"]) for row in rows] == [3, 3]
-    cells = [list(column.cells) for column in step.table(rows, "title").columns]
+    cells = [list(column.cells) for column in speed.table(rows, "title").columns]
     assert cells[2] == ["1.00", "0.25"]
     assert cells[4] == ["1.00", "1.25"]
 

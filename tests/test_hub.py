@@ -15,7 +15,6 @@ from parity import MODES, assert_equal, rewriting_off
 from trained import trained_state
 
 import keras_sn
-from keras_sn import errors
 
 rewriting_off()
 hub = pytest.importorskip("keras_hub").models
@@ -112,7 +111,6 @@ def _graph_of(task: keras.Model) -> keras.Model:
 
 IN_CI = {"graph": ("gpt2/head", "gemma/lora causal lm"), "eager": ("app/efficientnet_v2", "resnet_v2/head", "bert/classifier")}
 """What CI trains of the cases; the rest has the mark `full`."""
-OF_ONE_LAYER = ("vit", "vit/head")
 CASES = {
     "app/resnet_v2": (_small_resnet, _pixels),
     "app/efficientnet_v2": (_small_efficientnet, _pixels),
@@ -168,8 +166,6 @@ def _cases():
     for name in CASES:
         for mode, in_ci in IN_CI.items():
             marks = [] if name in in_ci else [pytest.mark.full]
-            if name in OF_ONE_LAYER:
-                marks.append(pytest.mark.xfail(strict=True, raises=errors.BudgetError, reason="`ViTEncoder` holds all blocks"))
             yield pytest.param(CASES[name], mode, id=f"{name}-{mode}", marks=marks)
 
 
@@ -189,7 +185,7 @@ def test_half_of_the_memory_gives_equal_numbers(case, mode):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "mode"), [("vit", "eager"), ("vit/head", "graph")])
-def test_a_backbone_that_is_one_layer_gives_equal_numbers(name, mode):
+def test_blocks_inside_one_layer_give_equal_numbers(name, mode):
     case = CASES[name]
     x = case[1](np.random.default_rng(1))
     planned = _compiled(keras_sn.SNModel.from_model(_built(case), policy={"*": "recompute"}), mode)

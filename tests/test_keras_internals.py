@@ -115,6 +115,29 @@ def test_a_saved_value_takes_the_place_of_a_computed_one():
     assert float(function(tf.constant(1.0), tf.constant(5.0))) == 2 * 5 * 3
 
 
+def test_a_recorded_operation_has_the_gradient_that_it_says():
+    x, unwatched = tf.constant(2.0), tf.constant(3.0)
+    y, z = tf.constant(5.0), tf.constant(7.0)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        keras_internals.record_operation([y, z], [x, unwatched], lambda of_y, of_z: [10.0 * of_y + of_z, None])
+        assert keras_internals.is_recorded(y)
+        loss = y + 2.0 * z
+    assert float(tape.gradient(loss, x)) == 12.0
+
+
+def test_weights_that_are_used_are_noted():
+    read, assigned, constant = tf.Variable(1.0), tf.Variable(1.0), tf.Variable(1.0, trainable=False)
+
+    def use():
+        with keras_internals.weights_used() as found:
+            assigned.assign(read * constant)
+        assert {id(one) for one in found} == {id(read), id(assigned)}
+
+    use()
+    tf.function(use)()
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
 def test_slots(model, optimizer):
     optimizer = keras.optimizers.get(optimizer)
@@ -195,6 +218,7 @@ def test_outputs_are_known_without_side_effects():
     spec = keras_internals.output_spec(layer, keras.KerasTensor((2, 4)), training=True)
     assert spec.shape == (2, 4)
     np.testing.assert_array_equal(layer.seed_generator.state, before)
+    assert keras_internals.output_spec(lambda x, fn, function: x, keras.KerasTensor((2,)), fn=1, function=2).shape == (2,)
 
 
 def test_variables_keep_their_dtype_without_a_model_around_them():
@@ -248,3 +272,70 @@ def test_averages_and_the_product_of_momenta(model):
     assert [v.shape for v in keras_internals.moving_averages(nadam)] == [v.shape for v in model.trainable_variables]
     assert float(keras_internals.momentum_product(nadam)) == 1.0
     assert keras_internals.momentum_product(keras.optimizers.SGD()) is None
+
+
+class Composite(L.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = L.Dense(4, name="dense")
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        return 2.0 * self.dense(x) + keras.ops.add(x, x)
+
+
+def test_symbolic_calls_are_noted_in_order_and_leave_nothing():
+    composite, x = Composite(), keras.KerasTensor((None, 4))
+    composite.build((None, 4))
+    name = [L.Add().name, L.Add().name][1]
+    with keras_internals.calls_noted() as calls, keras_internals.computed_by_call(composite):
+        y = composite(x)
+    assert [call.operation.name for call in calls] == ["dense", "multiply", "add", "add", composite.name]
+    assert calls[1].input_tensors[0] is calls[0].outputs[0]
+    assert calls[-1].outputs[0] is y
+    assert calls[-1].arguments.fill_in({id(x): "x"})[0] == ("x",)
+    assert not composite._inbound_nodes
+    assert not composite.dense._inbound_nodes
+    assert "compute_output_spec" not in vars(composite)
+    assert int(L.Add().name.rpartition("_")[2]) == int(name.rpartition("_")[2]) + 1
+    assert isinstance(L.Dense(2)(keras.Input((3,)))._keras_history.operation, L.Dense)  # nodes are made again
+
+
+def test_operators_are_noted_as_such():
+    x = keras.KerasTensor((None, 4))
+    with keras_internals.calls_noted() as calls:
+        _ = x / 3, keras.ops.divide(x, 3), 2 - x, -x, x > 0, x @ keras.KerasTensor((4, 2))
+    own = [type(call.operation) for call in calls]
+    assert [kind.__name__ for kind in own] == ["TrueDivide", "Divide", "Subtract", "Negative", "Greater", "Matmul"]
+    assert own[0].__mro__[1].__name__ == "TrueDivide"
+    assert own[1].__mro__[1] is keras.Operation
+    assert calls[0].operation(tf.constant([3]), 3).dtype == tf.float64  # TensorFlow's division of integers
+    assert float(calls[2].operation(2, tf.constant(3.0))) == -1.0
+
+
+def test_own_calls_are_told_from_keras_own():
+    assert keras_internals.has_own_call(Composite())
+    assert not keras_internals.has_own_call(L.Dense(2))
+    with keras_internals.computed_by_call(composite := Composite()):
+        assert not keras_internals.has_own_call(composite)
+    with keras.RematScope(mode="full"):
+        assert not keras_internals.has_own_call(Composite())
+
+
+def test_the_mode_and_the_autocast_dtype_of_a_call():
+    call = keras_internals.SymbolicCall(L.ReLU(), keras_internals.SymbolicArguments(training=False), None)
+    assert call.training is False
+    assert keras_internals.SymbolicCall(L.ReLU(), keras_internals.SymbolicArguments(), None).training is True
+    assert keras_internals.autocast_dtype() is None
+    with keras_internals.call_context("bfloat16"):
+        assert keras_internals.autocast_dtype() == "bfloat16"
+
+
+def test_a_scratch_graph_computes_nothing():
+    variable = tf.Variable(1)
+    with keras_internals.scratch_graph() as graph:
+        variable.assign_add(1)
+    assert int(variable) == 1
+    assert graph.get_operations()

@@ -64,7 +64,8 @@ def test_every_planned_copy_survives_the_graph_optimizer():
     fetched = len({(one.tensor, min(one.prefetch_at, last)) for r in plan.regions for one in r.saved if one.tier == "host"})
     assert len(put) >= 6
     graphs = _optimized_graphs(model)
-    assert _count(graphs, "Snapshot", "CPU:1") == len(put) + fetched
+    assert _count(graphs, "EnsureShape", "CPU:1") == len(put)
+    assert _count(graphs, "Reshape", "CPU:1") == fetched
     # Each put crosses from the device, each fetch crosses back.
     to_host = sum(n.op == "_Send" and "CPU:1" in n.attr["recv_device"].s.decode() for g in graphs for n in g.node)
     back = sum(n.op == "_Send" and "CPU:1" in n.attr["send_device"].s.decode() for g in graphs for n in g.node)
@@ -76,42 +77,10 @@ def test_a_copy_back_waits_for_the_backward_pass():
     model = _blocks(policy={"dense_*": "offload", "linear_*": "offload", "head": "keep"})
     _fit(model)
     graph = tf.function(model.train_step).get_concrete_function((tf.ones((8, 512)), tf.zeros((8, 2)))).graph
-    snapshots = [op for op in graph.get_operations() if op.type == "Snapshot"]
-    backs = [op for op in snapshots if op.inputs[0].op.type == "Snapshot"]
+    backs = [op for op in graph.get_operations() if op.type == "Reshape" and op.inputs[0].op.type == "EnsureShape"]
     assert backs
-    assert all(op.control_inputs for op in backs)
-
-
-def _matmuls(function, *args):
-    return sum(node.op == "MatMul" for node in function.get_concrete_function(*args).graph.as_graph_def().node)
-
-
-@pytest.mark.parametrize(("policy", "forward", "backward"), [("recompute", 2, 1 + 4), ("offload", 2, 4)])
-def test_only_what_is_not_saved_is_computed_again(policy, forward, backward):
-    """Two dense layers without activation: forward 2 products, backward 2 for each layer, and the first again if not saved."""
-    inputs = keras.Input((64,))
-    model = keras_sn.SNModel(inputs, L.Dense(64, name="b")(L.Dense(64, name="a")(inputs)), policy={"*": policy})
-    model.compile("sgd", "mse", jit_compile=False)
-    x = tf.ones((4, 64))
-    model.build_plan(4)
-    executor = model._executor_in_force()
-    body = executor.bodies[0]
-    if len(executor.bodies) > 1:
-        pytest.skip("the planner cut this chain")
-    function = executor.library.function_for(body, "function", jit=False, inline=False)
-    trainable = [tf.convert_to_tensor(v.value) for v in body.trainable]
-    result = function.forward([x], [None], trainable, [])
-    args = ([x], [None], result.saved, trainable, [], [tf.ones((4, 64))], [], [True], [None])
-    run = function.backward.get_concrete_function(*args)
-    reached, stack = set(), [t.op for t in run.structured_outputs[0] + run.structured_outputs[1] if t is not None]
-    while stack:
-        op = stack.pop()
-        if op.name not in reached:
-            reached.add(op.name)
-            stack += [t.op for t in op.inputs]
-    needed = [op for op in run.graph.get_operations() if op.name in reached and op.type == "MatMul"]
-    assert _matmuls(function.forward, [x], [None], trainable, []) == forward
-    assert len(needed) == backward
+    sizes = [op.inputs[1].op.inputs[0].op for op in backs]  # behind a placeholder, which the graph optimizer cannot see through
+    assert all(op.type == "Const" and op.control_inputs for op in sizes)
 
 
 def test_the_train_step_is_traced_once():
@@ -143,6 +112,19 @@ def test_regions_without_gradients_are_not_prepared_for_a_backward_pass():
     frozen = executor.library.function_for(executor.bodies[0], "function", jit=False, inline=False)
     assert frozen.forward.experimental_get_tracing_count() == 1
     assert frozen.backward.experimental_get_tracing_count() == 0
+
+
+@pytest.mark.usefixtures("_host_is_another_device")
+def test_what_no_gradient_is_asked_of_does_not_leave():
+    inputs = x = keras.Input((512,))
+    for name in "abcd":
+        x = L.Dense(512, name=name, trainable=name in "cd")(x)
+    model = keras_sn.SNModel(inputs, L.Dense(2, name="head")(x), policy={"?": "offload", "head": "keep"})
+    _fit(model)
+    by_frozen = {one.tensor for region in model.plan.regions[:2] for one in region.saved if one.tier == "host"}
+    put = {one.tensor for region in model.plan.regions[2:] for one in region.saved if one.tier == "host"}
+    assert by_frozen - put
+    assert _count(_optimized_graphs(model), "EnsureShape", "CPU:1") == len(put)
 
 
 def test_gradients_equal_tf_recompute_grad_on_a_pure_function():

@@ -2,8 +2,9 @@ import keras
 import numpy as np
 from keras import layers as L
 
+from keras_sn.bodies import make_bodies
 from keras_sn.planner import make_plan
-from keras_sn.regions import FUNCTION, RegionLibrary, make_bodies
+from keras_sn.regions import FUNCTION, RegionLibrary
 from keras_sn.trace import trace
 
 

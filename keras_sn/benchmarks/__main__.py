@@ -1,4 +1,4 @@
-"""`python -m keras_sn.benchmarks demo | depth | step | predictions | paper | frontier`: each module has its own `--help`."""
+"""`python -m keras_sn.benchmarks demo | depth | speed | width | startup | …`: each module has its own `--help`."""
 
 import argparse
 import importlib
@@ -7,7 +7,10 @@ import sys
 BENCHMARKS = {
     "demo": "the depth comparison, then a training on real images beside plain Keras",
     "depth": "the deepest ResNet that trains under a memory cap, plain TensorFlow and every policy",
-    "step": "memory and speed of a training step, side by side",
+    "speed": "memory and speed of a training step, side by side with plain Keras, PyTorch and JAX",
+    "width": "the widest batch that trains under a memory cap, plain Keras and SNModel",
+    "startup": "seconds until the first training step is done",
+    "transfers": "how fast copies to the host and back are, and how far they hide behind compute",
     "predictions": "planned and measured memory and seconds, for networks and budgets",
     "paper": "the published numbers of SuperNeurons, beside ours",
     "frontier": "planned memory against planned time, for six networks and every policy",

@@ -99,6 +99,12 @@ def check_engines(engines: Sequence[str]) -> None:
             raise KerasSNError(f"An engine is one of {names}. Received: {engine!r}")
 
 
+def share_of(engine: str) -> float | None:
+    """The share in an engine such as `auto@0.55-xla`; None if it has none, or is another library's."""
+    found = _AUTO_SHARE.fullmatch(engine)
+    return float(found[1]) if found else None
+
+
 def worker_command(configuration: Configuration) -> list[str]:
     """What starts the worker of a configuration: this module, or the script of a rival."""
     package, worker = configuration.engine.partition("-")[0], ["-m", "keras_sn.benchmarks.measure"]

@@ -1,0 +1,79 @@
+"""Seconds until the first training step is done: tracing, planning, compiling, and the step itself.
+
+Each engine in a process of its own, in turns. Out: a table of medians and `startup.json`.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from keras_sn.benchmarks import measure
+from keras_sn.benchmarks.measure import Configuration, Row
+from keras_sn.benchmarks.networks import NETWORKS
+from keras_sn.benchmarks.reports import head
+from keras_sn.errors import KerasSNError
+
+ENGINES = {True: ("keras-xla", "keras-graph", "recompute-xla", "auto@0.5-xla"), False: ("keras-graph", "recompute", "auto@0.5")}
+"""Plain Keras first; with and without a GPU."""
+
+
+def measure_starts(configurations: Sequence[Configuration], rounds: int, run: Callable[[Configuration], Row]) -> list[Row]:
+    """One row an engine, with the median of its first steps; a row that could not be measured as it is."""
+    rows: list[list[Row]] = [[] for _ in configurations]
+    for _ in range(rounds):
+        for place, one in enumerate(configurations):
+            rows[place].append(run(one))
+    return [_summary(of_engine) for of_engine in rows]
+
+
+def _summary(rows: Sequence[Row]) -> Row:
+    failed = next((row for row in rows if not row["fits"]), None)
+    seconds = [row.get("first_step_seconds", 0.0) for row in rows]
+    return failed or rows[0] | {"first_step_seconds": median(seconds), "rounds": seconds}
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    """The first steps, and how often as long as the first engine's they take."""
+    shown = Table(title=title)
+    for column in ("engine", "first step, s", "x the first's", "s/step after it"):
+        shown.add_column(column, justify="left" if column == "engine" else "right")
+    for row in rows:
+        if not row["fits"]:
+            shown.add_row(row["engine"], row["reason"].splitlines()[-1])
+            continue
+        first = rows[0].get("first_step_seconds") if rows[0]["fits"] else None
+        ratio = f"{row['first_step_seconds'] / first:.2f}" if first else ""
+        shown.add_row(row["engine"], f"{row['first_step_seconds']:.1f}", ratio, f"{row['seconds_per_step']:.3g}")
+    return shown
+
+
+def main(argv: list[str]) -> int:
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    parser = argparse.ArgumentParser(prog="python -m keras_sn.benchmarks startup", description=__doc__)
+    parser.add_argument("--network", choices=NETWORKS, default="resnet50", metavar="NAME", help="(resnet50)")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="of the network's builder, as JSON")
+    parser.add_argument("--batch", type=int, default=64, help="samples in a batch (64)")
+    parser.add_argument("--engines", nargs="+", metavar="ENGINE", default=list(ENGINES[has_gpu]))
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each engine (1)")
+    parser.add_argument("--out", type=Path, default=Path("benchmark_output"), help="folder of startup.json")
+    options = parser.parse_args(argv)
+    try:
+        measure.check_engines(options.engines)
+    except KerasSNError as error:
+        parser.error(str(error))
+    if options.rounds < 1:
+        parser.error(f"at least 1 round. Received: --rounds {options.rounds}")
+    what = {"network": options.network, "arguments": options.arguments, "batch_size": options.batch}
+    rows = measure_starts([Configuration(engine=engine, **what) for engine in options.engines], options.rounds, measure.run)
+    console, path = Console(), options.out / "startup.json"
+    console.print(table(rows, f"Until the first step is done: {options.network}, batch {options.batch}"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(head("startup") | {"rows": rows}, indent=1) + "\n")
+    console.print(f"Written: {path}", highlight=False)
+    return 0 if all(row["fits"] for row in rows) else 1

@@ -1,0 +1,132 @@
+"""The widest batch that trains under a memory cap, plain Keras beside `SNModel`, with the images a second at that batch.
+
+Follows table 5 of Wang et al. 2018 (SuperNeurons): a 12 GiB card. Every point is real training steps in a process of its own.
+Out: a table and `width.json`.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from keras_sn.benchmarks import measure
+from keras_sn.benchmarks.measure import Configuration, Row
+from keras_sn.benchmarks.networks import NETWORKS
+from keras_sn.benchmarks.reports import head
+from keras_sn.benchmarks.search import find_deepest
+from keras_sn.errors import KerasSNError
+from keras_sn.sizes import parse_bytes
+
+ON_GPU = ("resnet50", "resnet101", "resnet152", "vgg16", "inception_v4")
+ENGINES = {True: ("keras-xla", "auto-xla"), False: ("keras-graph", "auto")}
+"""Plain Keras first; with and without a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthSearch:
+    """How the widest batch is looked for."""
+
+    memory_bytes: int
+    steps: int
+    tolerance: float
+    """Of the batch, as a share."""
+    largest: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the networks' builders."""
+    run: Callable[..., Row] = measure.run
+
+    def widest(self, network: str, engine: str, first: int) -> tuple[int, list[Row]]:
+        """The widest batch that trains, 0 if none does, and every point that was measured on the way."""
+        points: list[Row] = []
+
+        def trains(batch_size: int) -> bool:
+            configuration = Configuration(
+                engine=engine,
+                network=network,
+                arguments=self.arguments,
+                batch_size=batch_size,
+                memory_bytes=self.memory_bytes,
+                steps=self.steps,
+            )
+            points.append(self.run(configuration))
+            if points[-1]["fits"] is None:
+                raise KerasSNError(f"{network}, {engine}, batch {batch_size}: {points[-1]['reason']}")
+            return points[-1]["fits"]
+
+        def is_close(fits: int, does_not: int) -> bool:
+            return does_not - fits <= self.tolerance * fits
+
+        return find_deepest(trains, first=first, largest=self.largest, is_close=is_close), points
+
+    def compare(self, network: str, engines: Sequence[str], first: int) -> Row:
+        """One network with all engines; each starts from the widest batch of the one before."""
+        found: dict[str, int] = {}
+        points: list[Row] = []
+        for engine in engines:
+            found[engine], measured = self.widest(network, engine, max([first, *found.values()]))
+            points += measured
+        return {"network": network, "widest": found, "points": points}
+
+
+def table(rows: Sequence[Row], engines: Sequence[str], title: str) -> Table:
+    """A line for each network and engine."""
+    shown = Table(title=title)
+    for column in ("network", "engine", "widest batch", "x plain", "samples/s", "of plain's best"):
+        shown.add_column(column, justify="left" if column in ("network", "engine") else "right")
+    for row in rows:
+        best = max((speed for _, speed in _speeds(row, engines[0])), default=0.0)
+        for engine in engines:
+            batch, plain = row["widest"][engine], row["widest"][engines[0]]
+            speed = dict(_speeds(row, engine)).get(batch, 0.0)
+            ratio = f"{batch / plain:.1f}" if plain else ""
+            shown.add_row(row["network"], engine, str(batch), ratio, f"{speed:.0f}", f"{speed / best:.2f}" if best else "")
+    return shown
+
+
+def _speeds(row: Row, engine: str) -> list[tuple[int, float]]:
+    """Batch and samples a second of every point that trained."""
+    of_engine = [one for one in row["points"] if one["engine"] == engine and one["fits"]]
+    return [(one["batch_size"], one["batch_size"] / one["seconds_per_step"]) for one in of_engine]
+
+
+def main(argv: list[str]) -> int:
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    parser = argparse.ArgumentParser(prog="python -m keras_sn.benchmarks width", description=__doc__)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(ON_GPU), metavar="NAME")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="of the networks' builders, as JSON")
+    parser.add_argument("--engines", nargs="+", metavar="ENGINE", default=list(ENGINES[has_gpu]), help="plain Keras first")
+    parser.add_argument("--memory", metavar="SIZE", default="12GiB", help="the cap (12GiB)")
+    parser.add_argument("--first", type=int, default=64, help="the first batch that is tried (64)")
+    parser.add_argument("--largest", type=int, default=4096, help="where the search ends (4096)")
+    parser.add_argument("--tolerance", type=float, default=0.1, metavar="SHARE", help="of the batch (0.1)")
+    parser.add_argument("--steps", type=int, default=6, help="training steps, >= 2 (6)")
+    parser.add_argument("--out", type=Path, default=Path("benchmark_output"), help="folder of width.json")
+    options = parser.parse_args(argv)
+    try:
+        measure.check_engines(options.engines)
+        memory_bytes = parse_bytes(options.memory, argument="memory")
+    except KerasSNError as error:
+        parser.error(str(error))
+    if options.steps < 2 or not 1 <= options.first <= options.largest:
+        parser.error(f"at least 2 steps, and 1 <= first <= largest. Received: {vars(options)}")
+    search = WidthSearch(
+        memory_bytes=memory_bytes,
+        steps=options.steps,
+        tolerance=options.tolerance,
+        largest=options.largest,
+        arguments=options.arguments,
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    path, rows, console = options.out / "width.json", [], Console()
+    for network in options.networks:
+        rows.append(search.compare(network, options.engines, options.first))
+        path.write_text(json.dumps(head("width") | {"memory_bytes": memory_bytes, "rows": rows}, indent=1) + "\n")
+    console.print(table(rows, options.engines, f"The widest batch within {options.memory}"))
+    console.print(f"Written: {path}", highlight=False)
+    return 0

@@ -1,0 +1,104 @@
+"""What is inside a region: its layer calls, with the variables and tensors that they use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import keras
+
+from keras_sn import keras_internals
+from keras_sn.errors import UnsupportedModelError
+from keras_sn.graph import TensorSpec
+from keras_sn.layer_calls import ModelTrace, TracedCall, variables_of
+
+
+class BorrowedWeights(UnsupportedModelError):
+    """Layers use weights that are none of their own, and whose they are is not known."""
+
+    weights: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, borrowed: Sequence[tuple[TracedCall, Sequence[Any]]]) -> "BorrowedWeights":
+        """The error for layer calls and TensorFlow variables that they use."""
+        call, weights = borrowed[0][0], {id(weight): weight for _, used in borrowed for weight in used}.values()
+        error = cls(
+            f"Layer {call.operation.name!r} uses a weight that it does not own (a function may close over another layer or a "
+            "variable), so its gradient would be lost when the layer is recomputed. Make the weight, or the layer that owns it, "
+            "an attribute of the layer, or keep the layer by a policy. "
+            f"Received: layer call {call.name!r}, weights {[weight.name for weight in weights]}"
+        )
+        error.weights = list(weights)
+        return error
+
+
+@dataclass(frozen=True, eq=False)
+class RegionBody:
+    """The layer calls of one region with the variables and tensors that they use."""
+
+    calls: tuple[TracedCall, ...]
+    input_specs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...]
+    saved_inside: tuple[str, ...]
+    read_later: frozenset[str]
+    """Those of its inputs that later regions read, or that the model returns."""
+    autocast_dtype: str | None
+    """The model's compute dtype if it differs from its variables', else None."""
+    borrowed: tuple[keras.Variable, ...] = ()
+    """Weights that its layers use and do not own (a function may close over another layer)."""
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.input_specs)
+
+    @cached_property
+    def inside_only(self) -> tuple[str, ...]:
+        """Those of the saved tensors that are not outputs; XLA would copy a tensor that a function returns twice."""
+        return tuple(name for name in self.saved_inside if name not in self.outputs)
+
+    @cached_property
+    def variables(self) -> list[keras.Variable]:
+        found = {id(variable): variable for variable in self.borrowed}
+        for call in self.calls:
+            in_arguments = keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
+            found |= {id(v): v for v in [*variables_of(call.operation), *in_arguments] if isinstance(v, keras.Variable)}
+        return list(found.values())
+
+    @cached_property
+    def trainable(self) -> list[keras.Variable]:
+        return [variable for variable in self.variables if variable.trainable]
+
+    @cached_property
+    def state(self) -> list[keras.Variable]:
+        return [variable for variable in self.variables if not variable.trainable]
+
+    @property
+    def updatable(self) -> list[keras.Variable]:
+        """What its layers may assign to: state, and weights too (`SpectralNormalization` assigns the kernel)."""
+        return [*self.state, *self.trainable]
+
+    @cached_property
+    def layers(self) -> list[Any]:
+        """All layers inside, each once, in the order of the calls."""
+        found = {id(layer): layer for call in self.calls for layer in keras_internals.sublayers(call.operation)}
+        return list(found.values())
+
+    def describe(self) -> str:
+        names = [call.name for call in self.calls]
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str | None) -> list[RegionBody]:
+    """The bodies of a plan's regions: what each reads from outside, and what it makes that others read."""
+    graph, bodies = trace.graph, []
+    for region in regions:
+        calls = trace.calls_named(region.layers)
+        made = {name for call in calls for name in call.outputs}
+        inputs = dict.fromkeys(name for call in calls for name in call.inputs if name not in made)
+        specs = tuple(graph.tensors[name] for name in inputs)
+        end = graph.position[region.layers[-1]]
+        outputs = [name for call in calls for name in call.outputs if graph.last_use.get(name, -1) > end]
+        saved = tuple(one.tensor for one in region.saved if one.tensor in made)
+        read_later = frozenset(name for name in inputs if graph.last_use[name] > end)
+        bodies.append(RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype))
+    return bodies
