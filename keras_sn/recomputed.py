@@ -21,8 +21,8 @@ def run_recomputed(one_pass: Pass, index: int, region: Region, body: RegionBody,
         BorrowedWeights: See there. Nothing has been handed on.
     """
     forward = _Forward(one_pass, index, region, body, function)
-    sources = {name: x for name, x in zip(body.inputs, forward.inputs, strict=True) if is_float(x) and may_be_asked_for(x)}
-    if not any(may_be_asked_for(x) for x in [*sources.values(), *forward.trainable]):
+    sources = {name: x for name, x in zip(body.inputs, forward.inputs, strict=True) if is_float(x) and _may_be_asked_for(x)}
+    if not any(_may_be_asked_for(x) for x in [*sources.values(), *forward.trainable]):
         result = forward.run()
         if not one_pass.recomputed.isdisjoint(body.outputs):
             forward.save(result)
@@ -48,16 +48,20 @@ def run_recomputed(one_pass: Pass, index: int, region: Region, body: RegionBody,
     if len(differentiable) > 1:
         differentiable = [noting(y, made[0].arrival_of(place)) for place, y in enumerate(differentiable)]
     first = len(differentiable) - len(passed_on)
-    for place, x in zip(passed_on, differentiable[first:], strict=True):
-        keras_internals.set_mask(x, keras_internals.get_mask(one_pass.tensors[names[place]]))
-        one_pass.tensors[names[place]] = x
+    _pass_on(one_pass, [names[place] for place in passed_on], differentiable[first:])
     own = iter(differentiable)
     outputs = [next(own) if is_float(y) else y for y in results[0].outputs]
     hand_on(one_pass, body, function, results[0], outputs, differentiable[made[0].outputs : first])
     _record_copies(one_pass, already_away)
 
 
-def may_be_asked_for(tensor: Any) -> bool:
+def _pass_on(one_pass: Pass, names: Sequence[str], tensors: Sequence[Any]) -> None:
+    for name, x in zip(names, tensors, strict=True):
+        keras_internals.set_mask(x, keras_internals.get_mask(one_pass.tensors[name]))
+        one_pass.tensors[name] = x
+
+
+def _may_be_asked_for(tensor: Any) -> bool:
     """Whether somebody may want the tensor's gradient."""
     return may_be_asked_later() or keras_internals.is_recorded(tensor)
 

@@ -17,6 +17,7 @@ from trained import trained_state
 import keras_sn
 
 rewriting_off()
+pytestmark = pytest.mark.full  # CI has no time for them
 hub = pytest.importorskip("keras_hub").models
 
 CLASSES, LENGTH, VOCABULARY = 3, 8, 20

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keras_sn.benchmarks import measure, networks, step
+from keras_sn.benchmarks import measure, networks, speed
 from keras_sn.benchmarks.measure import Configuration
 from keras_sn.errors import KerasSNError
 
@@ -80,10 +80,10 @@ def test_the_benchmarks_say_so(package):
 
 
 def test_a_table_shows_rivals_without_their_memory():
-    rows = [{"engine": "keras-graph", "peak_bytes": 400}, {"engine": "jax-dots", "peak_bytes": None}]
+    rows = [{"label": "keras-graph", "peak_bytes": 400}, {"label": "jax-dots", "peak_bytes": None}]
     rows = [row | {"fits": True, "reason": "", "seconds_per_step": 1.0, "first_step_seconds": 2.0} for row in rows]
     for order in (rows, rows[::-1]):
-        columns = [column.cells for column in step.table(order, "title").columns]
+        columns = [column.cells for column in speed.table(order, "title").columns]
         shown = {engine: cells for engine, *cells in zip(*columns, strict=True)}
         assert shown["jax-dots"] == ["", "", "1", "1.00", "2"]
 
