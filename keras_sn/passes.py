@@ -157,15 +157,19 @@ def masks_of(tensors: Sequence[Any]) -> list[Any]:
     return [None if x is None else keras_internals.get_mask(x) for x in tensors]
 
 
-def read_variables(one_pass: Pass, body: RegionBody) -> tuple[list[Any], list[Any]]:
-    """The values of the region's trainable variables and of its state."""
+def read_trainable(one_pass: Pass, body: RegionBody) -> list[Any]:
+    """The values of the region's trainable variables."""
     with keras_internals.without_autocast():
-        trainable = [_current(one_pass, variable) for variable in body.trainable]
-        state = [
+        return [_current(one_pass, variable) for variable in body.trainable]
+
+
+def read_state(one_pass: Pass, body: RegionBody) -> list[Any]:
+    """The values of the region's other variables."""
+    with keras_internals.without_autocast():
+        return [
             one_pass.state[id(variable)] if id(variable) in one_pass.state else tf.convert_to_tensor(variable.value)
             for variable in body.state
         ]
-    return trainable, state
 
 
 def _current(one_pass: Pass, variable: keras.Variable) -> Any:

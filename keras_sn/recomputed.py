@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_sn import keras_internals
 from keras_sn.bodies import RegionBody
 from keras_sn.differentiation import may_be_asked_later, noting, with_gradient
-from keras_sn.passes import Pass, Rerun, hand_on, is_float, masks_of, read_variables, save
+from keras_sn.passes import Pass, Rerun, hand_on, is_float, masks_of, read_state, read_trainable, save
 from keras_sn.plan import Region
 from keras_sn.regions import EAGER, RegionFunction, RegionResult
 
@@ -80,7 +80,9 @@ class _Forward:
         self._pass, self._index, self._region, self._body, self._function = one_pass, index, region, body, function
         self.inputs = [one_pass.tensors[name] for name in body.inputs]
         self._masks = masks_of(self.inputs)
-        self.trainable, self._state = read_variables(one_pass, body)
+        self.trainable = read_trainable(one_pass, body)
+        with keras_internals.stop_recording():  # a weight that has been frozen is still trainable to TensorFlow
+            self._state = read_state(one_pass, body)
 
     def run(self) -> RegionResult:
         return self._function.forward(self.inputs, self._masks, self.trainable, self._state)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_sn import keras_internals
 from keras_sn.bodies import BorrowedWeights, RegionBody, make_bodies
 from keras_sn.layer_calls import ModelTrace, variables_of
-from keras_sn.passes import Pass, PassResult, hand_on, is_float, masks_of, read_variables
+from keras_sn.passes import Pass, PassResult, hand_on, is_float, masks_of, read_state, read_trainable
 from keras_sn.plan import Plan
 from keras_sn.recomputed import run_recomputed
 from keras_sn.regions import EAGER, FUNCTION, RegionFunction, RegionLibrary
@@ -114,8 +114,7 @@ def _run_kept(one_pass: Pass, body: RegionBody, function: RegionFunction) -> Non
             one_pass.tensors[name] = handed_on
     inputs = [one_pass.tensors[name] for name in body.inputs]
     masks = masks_of(inputs)
-    trainable, state = read_variables(one_pass, body)
-    result = function.forward(inputs, masks, trainable, state)
+    result = function.forward(inputs, masks, read_trainable(one_pass, body), read_state(one_pass, body))
     hand_on(one_pass, body, function, result, result.outputs, result.losses)
 
 
