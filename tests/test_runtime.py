@@ -114,7 +114,6 @@ def test_regions_without_gradients_are_not_prepared_for_a_backward_pass():
     assert frozen.backward.experimental_get_tracing_count() == 0
 
 
-@pytest.mark.xfail(reason="in a graph, what frozen layers save is put into its tier too since gradients may be asked for later")
 def test_what_no_gradient_is_asked_of_does_not_leave():
     inputs = x = keras.Input((512,))
     for name in "abcd":
