@@ -82,7 +82,7 @@ class Auto:
         found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
         alone = self.on_device.cheapest(room_bytes) if self.host_bytes != 0 else None
         found += [alone] if alone else []
-        if self.host_bytes == 0 or alone is None:
+        if alone is None:
             found += self._forgetful(room_bytes, found)
         fitting = [one for one in found if one.fits(room_bytes, self.host_bytes)]
         return min(fitting or self._of_smallest(room_bytes), key=lambda one: one.seconds, default=None)

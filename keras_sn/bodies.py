@@ -10,7 +10,7 @@ import keras
 from keras_sn import keras_internals
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import TensorSpec
-from keras_sn.layer_calls import ModelTrace, TracedCall, variables_of
+from keras_sn.layer_calls import ModelTrace, TracedCall, variables_of_call
 
 
 class BorrowedWeights(UnsupportedModelError):
@@ -59,9 +59,7 @@ class RegionBody:
     @cached_property
     def variables(self) -> list[keras.Variable]:
         found = {id(variable): variable for variable in self.borrowed}
-        for call in self.calls:
-            in_arguments = keras.tree.flatten((call.arguments.args, call.arguments.kwargs))
-            found |= {id(v): v for v in [*variables_of(call.operation), *in_arguments] if isinstance(v, keras.Variable)}
+        found |= {id(variable): variable for call in self.calls for variable in variables_of_call(call)}
         return list(found.values())
 
     @cached_property

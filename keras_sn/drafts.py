@@ -1,7 +1,7 @@
 """A plan in the making: where regions end, and what waits where. From it the plan's regions are made."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keras_sn.cuts import runs
 from keras_sn.graph import LayerCall, LayerGraph
@@ -26,6 +26,17 @@ class Draft:
     """Tensors that go to the host if they wait."""
     forgotten: frozenset[str] = frozenset()
     """Tensors that wait nowhere: for the backward pass of a region that reads one, the region that makes it runs again."""
+
+
+def joined(draft: Draft, end: int) -> Draft:
+    """Without the cut behind this position."""
+    return replace(draft, ends=tuple(one for one in draft.ends if one != end), kept=draft.kept - {end})
+
+
+def with_place(draft: Draft, tensor: str, place: str) -> Draft:
+    """The draft in which a tensor, if it waits, waits in another of `plan.PLACES`."""
+    away, forgotten = ({tensor} if place == one else set() for one in (HOST, RECOMPUTE))
+    return replace(draft, away=draft.away - {tensor} | away, forgotten=draft.forgotten - {tensor} | forgotten)
 
 
 def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:

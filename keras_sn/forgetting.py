@@ -4,12 +4,13 @@ This costs another forward pass of a few regions, where a copy to the host and b
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from keras_sn.candidates import Candidate
 from keras_sn.cost import StepCosts
 from keras_sn.cuts import runs
-from keras_sn.drafts import Draft, inputs_of, may_leave
+from keras_sn.drafts import Draft, inputs_of, joined, may_leave, with_place
+from keras_sn.plan import DEVICE, HOST
+from keras_sn.steps import RECOMPUTE
 
 MAX_LOOKED_AT = 60_000
 """Layer calls that all trials of one descent together may look at."""
@@ -31,7 +32,7 @@ def until_it_fits(costs: StepCosts, draft: Draft, try_out: TryOut, fits: Fits) -
     while not fits(candidate := try_out(draft)):
         if not order:
             return None
-        draft = _forgetting(draft, order.pop(0))
+        draft = with_place(draft, order.pop(0), RECOMPUTE)
     return candidate
 
 
@@ -59,29 +60,13 @@ def _moves(costs: StepCosts, best: Candidate) -> Iterator[Callable[[Draft], Draf
     if draft is None:
         return
     for end in draft.ends[-2::-1]:
-        yield lambda one, end=end: _joined(one, end) if end in one.ends else None
+        yield lambda one, end=end: joined(one, end) if end in one.ends else None
     waiting = sorted(_by_price(costs, draft) + list(draft.forgotten), key=costs.graph.nbytes)
     for tensor in waiting:
-        yield lambda one, tensor=tensor: _remembering(one, tensor) if tensor in one.away | one.forgotten else None
-        yield lambda one, tensor=tensor: _forgetting(one, tensor) if tensor in one.away else None
+        yield lambda one, tensor=tensor: with_place(one, tensor, DEVICE) if tensor in one.away | one.forgotten else None
+        yield lambda one, tensor=tensor: with_place(one, tensor, RECOMPUTE) if tensor in one.away else None
     for tensor in waiting:
-        yield lambda one, tensor=tensor: _sending(one, tensor) if tensor in one.forgotten else None
-
-
-def _joined(draft: Draft, end: int) -> Draft:
-    return replace(draft, ends=tuple(one for one in draft.ends if one != end), kept=draft.kept - {end})
-
-
-def _forgetting(draft: Draft, tensor: str) -> Draft:
-    return replace(draft, forgotten=draft.forgotten | {tensor}, away=draft.away - {tensor})
-
-
-def _remembering(draft: Draft, tensor: str) -> Draft:
-    return replace(draft, forgotten=draft.forgotten - {tensor}, away=draft.away - {tensor})
-
-
-def _sending(draft: Draft, tensor: str) -> Draft:
-    return replace(draft, forgotten=draft.forgotten - {tensor}, away=draft.away | {tensor})
+        yield lambda one, tensor=tensor: with_place(one, tensor, HOST) if tensor in one.forgotten else None
 
 
 def _by_price(costs: StepCosts, draft: Draft) -> list[str]:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 from keras_sn.candidates import Candidate
 from keras_sn.cuts import runs
-from keras_sn.drafts import Draft, may_leave
+from keras_sn.drafts import Draft, joined, may_leave
 from keras_sn.graph import LayerGraph
 
 MAX_TRIALS = 400
@@ -59,14 +59,14 @@ def _neighbours(graph: LayerGraph, draft: Draft) -> Iterator[Draft]:
     for end in draft.ends if may_keep else ():
         yield replace(draft, kept=draft.kept ^ {end})
     for end in draft.ends[:-1]:
-        yield _without(draft, end)
+        yield joined(draft, end)
     for run in runs(draft.ends):
         for position in run[:-1]:
             for kept in subsets((position, run[-1])) if may_keep else [()]:
                 yield _with(_kept(draft, run[-1], kept), position, is_kept=position in kept)
     for end in draft.ends[:-1]:
         for moved in {end - 1, end + 1} - set(draft.ends) - {-1}:
-            yield _with(_without(draft, end), moved, is_kept=end in draft.kept)
+            yield _with(joined(draft, end), moved, is_kept=end in draft.kept)
 
 
 def subsets(things: Sequence[int]) -> list[tuple[int, ...]]:
@@ -78,10 +78,6 @@ def simple_drafts(graph: LayerGraph) -> list[Draft]:
     every = tuple(range(len(graph.layers)))
     found = [Draft(every), Draft(every, saved=frozenset(graph.producer))]
     return found if graph.is_compiled else [*found, Draft(every, kept=frozenset(every)), Draft(every, kept=frozenset(every[-1:]))]
-
-
-def _without(draft: Draft, end: int) -> Draft:
-    return replace(draft, ends=tuple(one for one in draft.ends if one != end), kept=draft.kept - {end})
 
 
 def _with(draft: Draft, end: int, *, is_kept: bool) -> Draft:

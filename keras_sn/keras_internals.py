@@ -169,6 +169,12 @@ def get_mask(tensor: Any) -> Any:
     return backend.get_keras_mask(tensor)
 
 
+def with_mask_of(tensor: Any, source: Any) -> Any:
+    """The tensor, with the mask that another one has."""
+    set_mask(tensor, get_mask(source))
+    return tensor
+
+
 def set_mask(tensor: Any, mask: Any) -> None:
     backend.set_keras_mask(tensor, mask)
 

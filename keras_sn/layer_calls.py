@@ -33,12 +33,9 @@ class PassMask(keras.Operation):
     """What a nested model does to an output without a mask: it gets the mask of the model's first input."""
 
     def call(self, output, first_input):
-        mask = keras_internals.get_mask(first_input)
-        if mask is None or keras_internals.get_mask(output) is not None:
+        if keras_internals.get_mask(first_input) is None or keras_internals.get_mask(output) is not None:
             return output
-        output = tf.identity(output)
-        keras_internals.set_mask(output, mask)
-        return output
+        return keras_internals.with_mask_of(tf.identity(output), first_input)
 
     def compute_output_spec(self, output, first_input):
         return keras.KerasTensor(output.shape, output.dtype)

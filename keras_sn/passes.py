@@ -57,9 +57,7 @@ class Pass:
         name = next((name for name in read_next if is_float(self.tensors[name])), None)
         if name is None or not copies:
             return
-        tensor = self.tensors[name]
-        self.tensors[name] = behind(tensor, *copies)
-        keras_internals.set_mask(self.tensors[name], keras_internals.get_mask(tensor))
+        self.tensors[name] = keras_internals.with_mask_of(behind(self.tensors[name], *copies), self.tensors[name])
 
     def fetch(self, tier: str, name: str, stored: Any, after: Any) -> Any:
         """A tensor from its tier; once for all that ask for it at one time, which TensorFlow's optimizer may or may not see."""

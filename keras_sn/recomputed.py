@@ -57,8 +57,7 @@ def run_recomputed(one_pass: Pass, index: int, region: Region, body: RegionBody,
 
 def _pass_on(one_pass: Pass, names: Sequence[str], tensors: Sequence[Any]) -> None:
     for name, x in zip(names, tensors, strict=True):
-        keras_internals.set_mask(x, keras_internals.get_mask(one_pass.tensors[name]))
-        one_pass.tensors[name] = x
+        one_pass.tensors[name] = keras_internals.with_mask_of(x, one_pass.tensors[name])
 
 
 def _may_be_asked_for(tensor: Any) -> bool:

@@ -173,9 +173,7 @@ def _no_draws_of_tensorflow(call: TracedCall) -> Iterator[None]:
 
 def _with_saved_value(computed: Any, saved: Any) -> Any:
     """The saved value in place of the computed one, whose computation nothing then needs."""
-    value = keras_internals.in_place_of(computed, saved)
-    keras_internals.set_mask(value, keras_internals.get_mask(computed))
-    return value
+    return keras_internals.with_mask_of(keras_internals.in_place_of(computed, saved), computed)
 
 
 def _late(tensor: Any) -> Any:

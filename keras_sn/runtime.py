@@ -109,9 +109,7 @@ def _run_kept(one_pass: Pass, body: RegionBody, function: RegionFunction) -> Non
     """TensorFlow differentiates the region's forward function itself and saves what it needs."""
     for name in body.inputs:
         if name in body.read_later and is_float(one_pass.tensors[name]):  # See Note: [Threading]
-            handed_on = tf.identity(one_pass.tensors[name])
-            keras_internals.set_mask(handed_on, keras_internals.get_mask(one_pass.tensors[name]))
-            one_pass.tensors[name] = handed_on
+            one_pass.tensors[name] = keras_internals.with_mask_of(tf.identity(one_pass.tensors[name]), one_pass.tensors[name])
     inputs = [one_pass.tensors[name] for name in body.inputs]
     masks = masks_of(inputs)
     result = function.forward(inputs, masks, read_trainable(one_pass, body), read_state(one_pass, body))

@@ -65,9 +65,8 @@ class RegionSearch:
             count: How many alternatives are wanted.
             waiting_share: How much of what waits is counted; less than 1 if some of it will be forgotten.
         """
-        labels = [_Labels.first()]  # by boundary plus one
+        labels, model = [_Labels.first()], self.spans.costs.model  # by boundary plus one
         for spans in self.columns:
-            model = self.spans.costs.model
             grown = [_grow(labels[columns.before + 1], columns, room_bytes, model, waiting_share) for columns in spans]
             labels.append(_Labels.best(grown, seconds_per_host_byte))
         final = labels[-1]

@@ -5,7 +5,6 @@ relative. Every point is real training steps in a process of its own. Out: a tab
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from keras_sn.benchmarks import measure
-from keras_sn.benchmarks.reports import head, new_figure
+from keras_sn.benchmarks.reports import new_figure, say_written, write
 from keras_sn.benchmarks.search import FULL, SMALL, Search, Setting
 from keras_sn.errors import KerasSNError
 from keras_sn.sizes import format_bytes, parse_bytes
@@ -44,9 +43,8 @@ def _write(search: Search) -> dict[str, Any]:
     """Writes `depth.json`; returns what is in it."""
     deepest = {engine: search.setting.depth(n3) if n3 else None for engine, n3 in search.deepest.items()}
     options = {name: value for name, value in vars(search.options).items() if name != "out"}
-    report = head("depth") | {"options": options, "deepest": deepest, "failures": search.failures, "points": search.points}
-    (search.options.out / "depth.json").write_text(json.dumps(report, indent=1) + "\n")
-    return report
+    content = {"options": options, "deepest": deepest, "failures": search.failures, "points": search.points}
+    return write("depth", search.options.out, **content)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -104,7 +102,6 @@ def main(argv: list[str]) -> int:
     setting, options = _options(argv)
     console = Console()
     search = Search(setting, options)
-    options.out.mkdir(parents=True, exist_ok=True)
     # After every point: a run that is cut short leaves what it found.
     search.on_point = lambda: _write(search)
     columns = (
@@ -122,5 +119,5 @@ def main(argv: list[str]) -> int:
         plot(_write(search), options.out / "depth.png")
     except KerasSNError as error:
         console.print(str(error), highlight=False, markup=False)
-    console.print(f"Written: {', '.join(str(path) for path in sorted(options.out.glob('depth.*')))}", highlight=False)
+    say_written(console, "depth", options.out)
     return 1 if search.failures else 0

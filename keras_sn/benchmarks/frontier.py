@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from keras_sn.benchmarks.networks import NETWORKS
-from keras_sn.benchmarks.reports import head, new_figure
+from keras_sn.benchmarks.reports import head, new_figure, say_written
 from keras_sn.cost import ON_GPU
 from keras_sn.errors import BudgetError, KerasSNError
 from keras_sn.graph import DTYPE_BYTES, LayerGraph
@@ -269,5 +269,5 @@ def main(argv: list[str]) -> int:
         plot(report, options.out / "frontier.png")
     except KerasSNError as error:
         console.print(str(error), highlight=False, markup=False)
-    console.print(f"Written: {', '.join(str(path) for path in sorted(options.out.glob('frontier.*')))}", highlight=False)
+    say_written(console, "frontier", options.out)
     return 0

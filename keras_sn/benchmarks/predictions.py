@@ -7,7 +7,6 @@ Out: a table and `predictions.json`.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from keras_sn.benchmarks import measure
 from keras_sn.benchmarks.measure import Configuration, Row
-from keras_sn.benchmarks.reports import head
+from keras_sn.benchmarks.reports import say_written, write
 from keras_sn.sizes import format_bytes
 
 
@@ -138,8 +137,6 @@ def main(argv: list[str]) -> int:
     console = Console()
     title = "Planned and measured: " + ("the allocator's peak" if has_gpu else "what a training step adds")
     console.print(table(rows, title, has_gpu=has_gpu))
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "predictions.json"
-    path.write_text(json.dumps(head("predictions") | {"jobs": options.jobs, "rows": rows}, indent=1) + "\n")
-    console.print(f"Written: {path}", highlight=False)
+    write("predictions", options.out, jobs=options.jobs, rows=rows)
+    say_written(console, "predictions", options.out)
     return 0 if all(row["fits"] for row in rows) else 1

@@ -1,5 +1,6 @@
 """What the reports of all benchmarks have in common: where their figures come from, and an empty figure to draw on."""
 
+import json
 import os
 import platform
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from rich.console import Console
 
 import keras_sn
 from keras_sn.errors import KerasSNError
@@ -20,6 +22,20 @@ _PACKAGE = Path(keras_sn.__file__).parent
 def head(benchmark: str) -> dict[str, Any]:
     """How a report begins: its benchmark, the time, and where it was made."""
     return {"benchmark": benchmark, "date": datetime.now(UTC).isoformat(timespec="seconds")} | provenance()
+
+
+def write(benchmark: str, folder: Path, **content: Any) -> dict[str, Any]:
+    """Writes `<benchmark>.json` into a folder, made if need be; returns the report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report = head(benchmark) | content
+    (folder / f"{benchmark}.json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def say_written(console: Console, benchmark: str, folder: Path) -> None:
+    """Names the files of a benchmark."""
+    files = ", ".join(str(path) for path in sorted(folder.glob(f"{benchmark}.*")))
+    console.print(f"Written: {files}", highlight=False)
 
 
 def provenance() -> dict[str, Any]:

@@ -7,7 +7,6 @@ medians and of ratios to the first engine, `speed.json` with one row an engine, 
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,9 @@ from rich.table import Table
 
 from keras_sn.benchmarks import measure
 from keras_sn.benchmarks.measure import Configuration, Row
-from keras_sn.benchmarks.networks import NETWORKS, RESNET_122
-from keras_sn.benchmarks.reports import head, new_figure
+from keras_sn.benchmarks.networks import RESNET_122
+from keras_sn.benchmarks.options import add_network, parsed, parser_of
+from keras_sn.benchmarks.reports import new_figure, say_written, write
 from keras_sn.errors import KerasSNError
 from keras_sn.sizes import format_bytes
 
@@ -134,23 +134,15 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
 def _options(argv: list[str]) -> argparse.Namespace:
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
     setting = ON_GPU if has_gpu else ON_CPU
-    parser = argparse.ArgumentParser(prog="python -m keras_sn.benchmarks speed", description=__doc__)
-    parser.add_argument("--network", choices=NETWORKS, default=setting.network, help=f"({setting.network})")
-    parser.add_argument("--arguments", type=json.loads, help="of the network's builder, as JSON")
-    parser.add_argument("--batch", type=int, default=setting.batch, help=f"samples in a batch ({setting.batch})")
+    parser = parser_of("speed", __doc__, setting.engines)
+    add_network(parser, setting.network, setting.batch)
     parser.add_argument("--dtype", default="float32", help="dtype policy of the model (float32)")
-    parser.add_argument("--engines", nargs="+", metavar="ENGINE", default=list(setting.engines))
     parser.add_argument("--rounds", type=int, default=1 if has_gpu else 3, help="turns of each engine (3; on a GPU 1)")
     parser.add_argument("--steps", type=int, default=setting.steps, help=f"steps a turn, >= 2 ({setting.steps})")
-    parser.add_argument("--out", type=Path, default=Path("benchmark_output"), help="folder of speed.json")
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv)
     options.has_gpu = has_gpu
     if options.arguments is None:
         options.arguments = setting.arguments if options.network == setting.network else {}
-    try:
-        measure.check_engines(options.engines)
-    except KerasSNError as error:
-        parser.error(str(error))
     if options.steps < 2 or options.rounds < 1:
         parser.error(f"at least 2 steps and 1 round. Received: --steps {options.steps} --rounds {options.rounds}")
     return options
@@ -173,11 +165,10 @@ def main(argv: list[str]) -> int:
     console = Console()
     title = f"{options.network}, batch {options.batch}, {options.dtype}"
     console.print(table(rows, title))
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "speed.json").write_text(json.dumps(head("speed") | {"rows": rows}, indent=1) + "\n")
+    write("speed", options.out, rows=rows)
     try:
         plot(rows, title, options.out / "speed.png")
     except KerasSNError as error:
         console.print(str(error), highlight=False, markup=False)
-    console.print(f"Written: {', '.join(str(path) for path in sorted(options.out.glob('speed.*')))}", highlight=False)
+    say_written(console, "speed", options.out)
     return 0 if all(row["fits"] for row in rows) else 1

@@ -3,10 +3,7 @@
 Each engine in a process of its own, in turns. Out: a table of medians and `startup.json`.
 """
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
 import tensorflow as tf
@@ -15,9 +12,8 @@ from rich.table import Table
 
 from keras_sn.benchmarks import measure
 from keras_sn.benchmarks.measure import Configuration, Row
-from keras_sn.benchmarks.networks import NETWORKS
-from keras_sn.benchmarks.reports import head
-from keras_sn.errors import KerasSNError
+from keras_sn.benchmarks.options import add_network, parsed, parser_of
+from keras_sn.benchmarks.reports import say_written, write
 
 ENGINES = {True: ("keras-xla", "keras-graph", "recompute-xla", "auto@0.5-xla"), False: ("keras-graph", "recompute", "auto@0.5")}
 """Plain Keras first; with and without a GPU."""
@@ -55,25 +51,16 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 def main(argv: list[str]) -> int:
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
-    parser = argparse.ArgumentParser(prog="python -m keras_sn.benchmarks startup", description=__doc__)
-    parser.add_argument("--network", choices=NETWORKS, default="resnet50", metavar="NAME", help="(resnet50)")
-    parser.add_argument("--arguments", type=json.loads, default={}, help="of the network's builder, as JSON")
-    parser.add_argument("--batch", type=int, default=64, help="samples in a batch (64)")
-    parser.add_argument("--engines", nargs="+", metavar="ENGINE", default=list(ENGINES[has_gpu]))
+    parser = parser_of("startup", __doc__, ENGINES[has_gpu])
+    add_network(parser)
     parser.add_argument("--rounds", type=int, default=1, help="turns of each engine (1)")
-    parser.add_argument("--out", type=Path, default=Path("benchmark_output"), help="folder of startup.json")
-    options = parser.parse_args(argv)
-    try:
-        measure.check_engines(options.engines)
-    except KerasSNError as error:
-        parser.error(str(error))
+    options = parsed(parser, argv)
     if options.rounds < 1:
         parser.error(f"at least 1 round. Received: --rounds {options.rounds}")
-    what = {"network": options.network, "arguments": options.arguments, "batch_size": options.batch}
+    what = {"network": options.network, "arguments": options.arguments or {}, "batch_size": options.batch}
     rows = measure_starts([Configuration(engine=engine, **what) for engine in options.engines], options.rounds, measure.run)
-    console, path = Console(), options.out / "startup.json"
+    console = Console()
     console.print(table(rows, f"Until the first step is done: {options.network}, batch {options.batch}"))
-    options.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(head("startup") | {"rows": rows}, indent=1) + "\n")
-    console.print(f"Written: {path}", highlight=False)
+    write("startup", options.out, rows=rows)
+    say_written(console, "startup", options.out)
     return 0 if all(row["fits"] for row in rows) else 1

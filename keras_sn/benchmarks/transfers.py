@@ -3,10 +3,7 @@
 Out: a table, and `transfers.json` with the longest kernels.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import tensorflow as tf
 from rich.console import Console
@@ -14,9 +11,8 @@ from rich.table import Table
 
 from keras_sn.benchmarks import measure
 from keras_sn.benchmarks.measure import Configuration, Row
-from keras_sn.benchmarks.networks import NETWORKS
-from keras_sn.benchmarks.reports import head
-from keras_sn.errors import KerasSNError
+from keras_sn.benchmarks.options import add_network, parsed, parser_of
+from keras_sn.benchmarks.reports import say_written, write
 
 DIRECTIONS = {"to_host": "to the host", "to_device": "back"}
 
@@ -42,18 +38,10 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m keras_sn.benchmarks transfers", description=__doc__)
-    parser.add_argument("--network", choices=NETWORKS, default="resnet50", metavar="NAME", help="(resnet50)")
-    parser.add_argument("--arguments", type=json.loads, default={}, help="of the network's builder, as JSON")
-    parser.add_argument("--batch", type=int, default=64, help="samples in a batch (64)")
-    parser.add_argument("--engines", nargs="+", metavar="ENGINE", default=["superneurons-xla", "offload-xla"])
+    parser = parser_of("transfers", __doc__, ("superneurons-xla", "offload-xla"))
+    add_network(parser)
     parser.add_argument("--budget-bytes", type=int, help="of `SNModel`, for policies that heed one")
-    parser.add_argument("--out", type=Path, default=Path("benchmark_output"), help="folder of transfers.json")
-    options = parser.parse_args(argv)
-    try:
-        measure.check_engines(options.engines)
-    except KerasSNError as error:
-        parser.error(str(error))
+    options = parsed(parser, argv)
     if not tf.config.list_physical_devices("GPU"):
         parser.error("copies are traced on a GPU, and TensorFlow sees none")
     rows = [
@@ -61,7 +49,7 @@ def main(argv: list[str]) -> int:
             Configuration(
                 engine=engine,
                 network=options.network,
-                arguments=options.arguments,
+                arguments=options.arguments or {},
                 batch_size=options.batch,
                 budget_bytes=options.budget_bytes,
                 steps=4,
@@ -70,9 +58,8 @@ def main(argv: list[str]) -> int:
         )
         for engine in options.engines
     ]
-    console, path = Console(), options.out / "transfers.json"
+    console = Console()
     console.print(table(rows, f"Copies of a training step: {options.network}, batch {options.batch}"))
-    options.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(head("transfers") | {"rows": rows}, indent=1) + "\n")
-    console.print(f"Written: {path}", highlight=False)
+    write("transfers", options.out, rows=rows)
+    say_written(console, "transfers", options.out)
     return 0 if all(row["fits"] for row in rows) else 1

@@ -4,11 +4,8 @@ Follows table 5 of Wang et al. 2018 (SuperNeurons): a 12 GiB card. Every point i
 Out: a table and `width.json`.
 """
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +15,8 @@ from rich.table import Table
 from keras_sn.benchmarks import measure
 from keras_sn.benchmarks.measure import Configuration, Row
 from keras_sn.benchmarks.networks import NETWORKS
-from keras_sn.benchmarks.reports import head
+from keras_sn.benchmarks.options import parsed, parser_of
+from keras_sn.benchmarks.reports import say_written, write
 from keras_sn.benchmarks.search import find_deepest
 from keras_sn.errors import KerasSNError
 from keras_sn.sizes import parse_bytes
@@ -97,19 +95,15 @@ def _speeds(row: Row, engine: str) -> list[tuple[int, float]]:
 
 def main(argv: list[str]) -> int:
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
-    parser = argparse.ArgumentParser(prog="python -m keras_sn.benchmarks width", description=__doc__)
+    parser = parser_of("width", __doc__, ENGINES[has_gpu])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(ON_GPU), metavar="NAME")
-    parser.add_argument("--arguments", type=json.loads, default={}, help="of the networks' builders, as JSON")
-    parser.add_argument("--engines", nargs="+", metavar="ENGINE", default=list(ENGINES[has_gpu]), help="plain Keras first")
     parser.add_argument("--memory", metavar="SIZE", default="12GiB", help="the cap (12GiB)")
     parser.add_argument("--first", type=int, default=64, help="the first batch that is tried (64)")
     parser.add_argument("--largest", type=int, default=4096, help="where the search ends (4096)")
     parser.add_argument("--tolerance", type=float, default=0.1, metavar="SHARE", help="of the batch (0.1)")
     parser.add_argument("--steps", type=int, default=6, help="training steps, >= 2 (6)")
-    parser.add_argument("--out", type=Path, default=Path("benchmark_output"), help="folder of width.json")
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv)
     try:
-        measure.check_engines(options.engines)
         memory_bytes = parse_bytes(options.memory, argument="memory")
     except KerasSNError as error:
         parser.error(str(error))
@@ -120,13 +114,12 @@ def main(argv: list[str]) -> int:
         steps=options.steps,
         tolerance=options.tolerance,
         largest=options.largest,
-        arguments=options.arguments,
+        arguments=options.arguments or {},
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    path, rows, console = options.out / "width.json", [], Console()
+    rows, console = [], Console()
     for network in options.networks:
         rows.append(search.compare(network, options.engines, options.first))
-        path.write_text(json.dumps(head("width") | {"memory_bytes": memory_bytes, "rows": rows}, indent=1) + "\n")
+        write("width", options.out, memory_bytes=memory_bytes, rows=rows)  # a run that is cut short leaves what it found
     console.print(table(rows, options.engines, f"The widest batch within {options.memory}"))
-    console.print(f"Written: {path}", highlight=False)
+    say_written(console, "width", options.out)
     return 0
