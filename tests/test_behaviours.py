@@ -22,7 +22,6 @@ from keras_sn.plan import Region, Saved
 from keras_sn.pool import Tier
 
 rewriting_off()
-pytestmark = pytest.mark.full  # CI has no time for them
 
 RANDOM = np.random.default_rng(3)
 X, Y = RANDOM.normal(size=(4, 8)).astype("float32"), RANDOM.normal(size=(4, 2)).astype("float32")

@@ -23,7 +23,6 @@ from keras_sn.trace import trace
 from keras_sn.verification import _first_unsteady
 
 rewriting_off()
-pytestmark = pytest.mark.full  # CI has no time for them
 _register = keras.saving.register_keras_serializable("composites")
 WIDTH, LENGTH, BATCH = 8, 6, 4
 
