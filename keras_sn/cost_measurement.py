@@ -38,7 +38,9 @@ class Convolution:
 class Sizes:
     """What is computed, `calls` times in one go; the defaults keep a GPU busy and take at most about 600 MiB of its memory."""
 
-    matrices: tuple[int, ...] = (256, 768, 4096)
+    rounds: int = 8
+    """Of products or convolutions in one function, because a call takes the host longer than a small product takes a GPU."""
+    matrices: tuple[int, ...] = (768, 4096)
     """Contraction lengths of matrix products, each of `rows` rows and as many columns as it is long."""
     rows: int = 8192
     convolutions: tuple[Convolution, ...] = (
@@ -52,7 +54,6 @@ class Sizes:
     """Of the block that is read and written; beyond the caches of a GPU."""
     copied_blocks: int = 6
     """To the host, of a quarter of that each; one is copied too, for what a copy costs however short it is."""
-    variables: int = 300
     chain_length: int = 128
     calls: int = 20
     repeats: int = 9
@@ -93,7 +94,6 @@ def measure(sizes: Sizes, device: str) -> CostModel:
     """Measures a TensorFlow device, from anywhere: also while a function is being traced or a tape is recording."""
     with tf.init_scope(), tf.device(device):
         matrix_rates = tuple((length, matrix_rate(length, sizes)) for length in sizes.matrices)
-        per_step = host_seconds(0, sizes)
         return CostModel(
             flops_per_second=matrix_rates[-1][1],
             bytes_per_second=memory_rate(sizes),
@@ -101,20 +101,21 @@ def measure(sizes: Sizes, device: str) -> CostModel:
             launch_seconds=launch_seconds(sizes),
             convolution_rates=tuple((one.channels * one.kernel**2, convolution_rate(one, sizes)) for one in sizes.convolutions),
             matrix_rates=matrix_rates,
-            host_seconds_per_step=per_step,
-            host_seconds_per_variable=max(0.0, host_seconds(sizes.variables, sizes) - per_step) / sizes.variables,
+            # Read off the traces of three networks' steps. What small functions take is several times that.
+            host_seconds_per_step=ON_GPU.host_seconds_per_step,
+            host_seconds_per_variable=ON_GPU.host_seconds_per_variable,
         )
 
 
 def matrix_rate(length: int, sizes: Sizes) -> float:
     """Of a compiled float32 matrix product and its two gradients, with or without TF32 as TensorFlow is configured, in flop/s."""
 
-    @tf.function(jit_compile=True)
     def all_three(x, w):
         y = tf.matmul(x, w)  # stands in for its own gradient
-        return tf.matmul(y, w, transpose_b=True), tf.matmul(x, y, transpose_a=True)
+        return tf.matmul(y, w, transpose_b=True) / (2 * length), tf.matmul(x, y, transpose_a=True)
 
-    return 3 * 2 * sizes.rows * length**2 / _seconds(sizes, all_three, _random(sizes.rows, length), _random(length, length))
+    flops = 3 * 2 * sizes.rows * length**2
+    return flops / _round_seconds(sizes, all_three, _random(sizes.rows, length), _random(length, length))
 
 
 def convolution_rate(one: Convolution, sizes: Sizes) -> float:
@@ -123,15 +124,15 @@ def convolution_rate(one: Convolution, sizes: Sizes) -> float:
     kernel = _random(one.kernel, one.kernel, one.channels, one.filters)
     how = {"strides": [1, 1, 1, 1], "padding": "SAME", "data_format": one.data_format}
 
-    @tf.function(jit_compile=True)
     def all_three(x, w):
         y = tf.raw_ops.Conv2D(input=x, filter=w, **how)
         # The output stands in for its own gradient: it has the shape, and saves a block of memory.
         to_input = tf.raw_ops.Conv2DBackpropInput(input_sizes=x.shape, filter=w, out_backprop=y, **how)
-        return tf.raw_ops.Conv2DBackpropFilter(input=x, filter_sizes=w.shape, out_backprop=y, **how), to_input
+        to_kernel = tf.raw_ops.Conv2DBackpropFilter(input=x, filter_sizes=w.shape, out_backprop=y, **how)
+        return to_input / (2 * one.filters * one.kernel**2), to_kernel
 
     flops = 3 * 2 * one.batch * one.pixels**2 * one.channels * one.filters * one.kernel**2
-    return flops / _seconds(sizes, all_three, images, kernel)
+    return flops / _round_seconds(sizes, all_three, images, kernel)
 
 
 def memory_rate(sizes: Sizes) -> float:
@@ -166,13 +167,6 @@ def link_rate(sizes: Sizes) -> float:
     return nbytes / max(one_way, both_ways - one_way, nbytes / 1e13)  # no link is that fast: the clock was too coarse
 
 
-def host_seconds(variables: int, sizes: Sizes) -> float:
-    """What the host takes to start a compiled step that renews so many numbers, and to read one."""
-    numbers = [_random() for _ in range(variables + 1)]
-    step = tf.function(lambda *numbers: [numbers[0] + one for one in numbers], jit_compile=True, autograph=False)
-    return _seconds(replace(sizes, calls=1), step, *numbers)
-
-
 def launch_seconds(sizes: Sizes) -> float:
     """Of one small kernel that waits for the one before it, inside a compiled function."""
     product = tf.function(lambda x: reduce(lambda y, _: tf.matmul(y, x), range(sizes.chain_length), x), jit_compile=True)
@@ -182,6 +176,29 @@ def launch_seconds(sizes: Sizes) -> float:
 def _random(*shape: int) -> Any:
     # Zeros draw less power, so a GPU would clock higher than in training. Stateless: the user's seeds stay untouched.
     return tf.random.stateless_normal(shape, seed=(0, 0))
+
+
+def _round_seconds(sizes: Sizes, compute: Callable[[Any, Any], tuple[Any, Any]], x: Any, w: Any) -> float:
+    """Seconds of one more round of a computation in one compiled function.
+
+    Args:
+        sizes: How many rounds.
+        compute: `(x, w) -> (gradient of x, scaled so that it can stand in for the next round's x, gradient of w)`.
+        x: Where the first round begins.
+        w: The same for all rounds; their gradients are added up, so that none can be left out.
+    """
+
+    def seconds(rounds: int) -> float:
+        def chain(x, w):
+            total = tf.zeros_like(w)
+            for _ in range(rounds):
+                x, gradient = compute(x, w)
+                total += gradient
+            return x, total
+
+        return _seconds(replace(sizes, calls=1), tf.function(chain, jit_compile=True, autograph=False), x, w)
+
+    return max(seconds(sizes.rounds) - seconds(1), 1e-9) / (sizes.rounds - 1)  # or the clock was too coarse
 
 
 def _seconds(sizes: Sizes, function: Callable[..., Any], *arguments: Any) -> float:
