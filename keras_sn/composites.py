@@ -19,10 +19,10 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.equivalence import compute_the_same
-from keras_sn.keras_internals import SymbolicCall
 from keras_sn.layer_calls import variables_of, variables_of_call
 from keras_sn.log import log
 from keras_sn.rules import has_rule_of_user
+from keras_sn.symbolic_calls import SymbolicCall, calls_noted, computed_by_call
 
 _PLAIN = (str, int, float, bool, type(None), type(...), slice, tf.DType, np.dtype, np.number, np.bool_)
 
@@ -105,10 +105,10 @@ def _noted(node: Any, autocast_dtype: str | None) -> Opened:
     with (
         _left_as_it_was(layer),
         keras_internals.call_context(autocast_dtype),
-        keras_internals.computed_by_call(layer),
+        computed_by_call(layer),
         keras_internals.scratch_graph() as graph,
         tf.variable_creator_scope(refuse),
-        keras_internals.calls_noted() as calls,
+        calls_noted() as calls,
     ):
         outputs = keras.tree.flatten(layer(*node.arguments.args, **kwargs))
         if graph.get_operations():

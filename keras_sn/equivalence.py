@@ -15,9 +15,9 @@ from keras_sn import keras_internals
 from keras_sn.bodies import RegionBody
 from keras_sn.children import watched
 from keras_sn.graph import TensorSpec
-from keras_sn.keras_internals import SymbolicCall
 from keras_sn.layer_calls import TracedCall, output_names
 from keras_sn.regions import EAGER, RegionFunction
+from keras_sn.symbolic_calls import SymbolicCall
 
 _UNLIKE = ("_gradient_op_type", "_output_shapes", "_XlaMustCompile")
 """Attributes of TensorFlow operations that differ between equal ones."""

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import layers as L
 
-from keras_sn import keras_internals
+from keras_sn import keras_internals, symbolic_calls
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def test_symbolic_calls_are_noted_in_order_and_leave_nothing():
     composite, x = Composite(), keras.KerasTensor((None, 4))
     composite.build((None, 4))
     name = [L.Add().name, L.Add().name][1]
-    with keras_internals.calls_noted() as calls, keras_internals.computed_by_call(composite):
+    with symbolic_calls.calls_noted() as calls, symbolic_calls.computed_by_call(composite):
         y = composite(x)
     assert [call.operation.name for call in calls] == ["dense", "multiply", "add", "add", composite.name]
     assert calls[1].input_tensors[0] is calls[0].outputs[0]
@@ -305,7 +305,7 @@ def test_symbolic_calls_are_noted_in_order_and_leave_nothing():
 
 def test_operators_are_noted_as_such():
     x = keras.KerasTensor((None, 4))
-    with keras_internals.calls_noted() as calls:
+    with symbolic_calls.calls_noted() as calls:
         _ = x / 3, keras.ops.divide(x, 3), 2 - x, -x, x > 0, x @ keras.KerasTensor((4, 2))
     own = [type(call.operation) for call in calls]
     assert [kind.__name__ for kind in own] == ["TrueDivide", "Divide", "Subtract", "Negative", "Greater", "Matmul"]
@@ -318,16 +318,16 @@ def test_operators_are_noted_as_such():
 def test_own_calls_are_told_from_keras_own():
     assert keras_internals.has_own_call(Composite())
     assert not keras_internals.has_own_call(L.Dense(2))
-    with keras_internals.computed_by_call(composite := Composite()):
+    with symbolic_calls.computed_by_call(composite := Composite()):
         assert not keras_internals.has_own_call(composite)
     with keras.RematScope(mode="full"):
         assert not keras_internals.has_own_call(Composite())
 
 
 def test_the_mode_and_the_autocast_dtype_of_a_call():
-    call = keras_internals.SymbolicCall(L.ReLU(), keras_internals.SymbolicArguments(training=False), None)
+    call = symbolic_calls.SymbolicCall(L.ReLU(), symbolic_calls.SymbolicArguments(training=False), None)
     assert call.training is False
-    assert keras_internals.SymbolicCall(L.ReLU(), keras_internals.SymbolicArguments(), None).training is True
+    assert symbolic_calls.SymbolicCall(L.ReLU(), symbolic_calls.SymbolicArguments(), None).training is True
     assert keras_internals.autocast_dtype() is None
     with keras_internals.call_context("bfloat16"):
         assert keras_internals.autocast_dtype() == "bfloat16"
