@@ -62,16 +62,19 @@ def invented(limits):
 
 
 def test_a_search_over_engines(tmp_path):
-    chosen = options(tmp_path, "--engines", "keras-graph", "recompute", "offload", "recompute-xla", "--jobs", "2")
-    limits = {"keras-graph": 50, "recompute": 260, "offload": None, "recompute-xla": 10_000}
+    chosen = options(tmp_path, "--engines", "keras-graph", "keras-recompute-grad", "recompute", "offload", "recompute-xla")
+    limits = {"keras-graph": 50, "keras-recompute-grad": 200, "recompute": 260, "offload": None, "recompute-xla": 10_000}
     search = Search(SMALL, chosen, run=invented(limits))
     with Progress(disable=True) as progress:
         search.search_all(progress)
     verdicts = [search.verdict(engine) for engine in chosen.engines]
-    assert verdicts == ["50", "257", "failed", "at least 302"]
+    assert verdicts == ["50", "200", "257", "failed", "at least 302"]
     assert search.failures == {"offload": "Traceback\nValueError: broken"}
-    first_of_policy = next(point for point in search.points if point["engine"] == "recompute")
-    assert first_of_policy["depth"] == SMALL.depth(2 * 13), "policies start at twice what plain TensorFlow reached"
+    for engine in ("keras-recompute-grad", "recompute"):
+        first = next(point for point in search.points if point["engine"] == engine)
+        assert first["depth"] == SMALL.depth(2 * 13), "the others start at twice what plain Keras reached"
+    ratios = list(depth._table(search).columns[2].cells)
+    assert ratios[1] == "4.0", "a rival is not what the others are compared with"
 
 
 def test_depth_writes_its_files(tmp_path, monkeypatch, capsys):

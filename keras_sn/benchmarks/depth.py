@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from keras_sn.benchmarks import measure
-from keras_sn.benchmarks.reports import new_figure, say_written, write
+from keras_sn.benchmarks.engines import ENGINES, PLAIN, check_engines
+from keras_sn.benchmarks.reports import draw, new_figure, new_table, say_written, write
 from keras_sn.benchmarks.search import FULL, SMALL, Search, Setting
 from keras_sn.errors import KerasSNError
 from keras_sn.sizes import format_bytes, parse_bytes
@@ -24,10 +24,9 @@ def _table(search: Search) -> Table:
     options = search.options
     title = f"Deepest ResNet that trains, batch {options.batch}, {format_bytes(options.memory_bytes)}"
     caption = f"seconds with {options.jobs} engines at a time" if options.jobs > 1 else None
-    table = Table(title=title, caption=caption)
-    for column in ("engine", "depth", "x plain", "peak", "s/step", "first step, s"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    plain_n3 = max((n3 for engine, n3 in search.deepest.items() if engine.startswith("keras-")), default=0)
+    table = new_table(title, ["engine"], ["depth", "x plain", "peak", "s/step", "first step, s"])
+    table.caption = caption
+    plain_n3 = max((n3 for engine, n3 in search.deepest.items() if engine in PLAIN), default=0)
     for engine in options.engines:
         point = search.deepest_point(engine)
         cells = [engine, search.verdict(engine)]
@@ -75,7 +74,7 @@ def _options(argv: list[str]) -> tuple[Setting, argparse.Namespace]:
     parser.add_argument("--memory", metavar="SIZE", help="the cap (12GiB; small: 80MiB)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples in a batch (16; small: 32)")
     parser.add_argument("--dtype", default="float32", help="dtype policy of the model (float32)")
-    parser.add_argument("--engines", nargs="+", metavar="ENGINE", help=f"of {', '.join(measure.ENGINES)}")
+    parser.add_argument("--engines", nargs="+", metavar="ENGINE", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--max-depth", type=int, metavar="LAYERS", help="where the search ends (4000; small: 302)")
     parser.add_argument("--tolerance", type=float, default=0.05, metavar="SHARE", help="of the depth (0.05)")
     parser.add_argument("--jobs", type=int, metavar="N", help="engines searched at the same time (1; small: 2)")
@@ -88,7 +87,7 @@ def _options(argv: list[str]) -> tuple[Setting, argparse.Namespace]:
     options.jobs = options.jobs or setting.jobs
     options.engines = options.engines or list(setting.engines)
     try:
-        measure.check_engines(options.engines)
+        check_engines(options.engines)
         options.memory = options.memory or setting.memory
         options.memory_bytes = parse_bytes(options.memory, argument="memory")
     except KerasSNError as error:
@@ -115,9 +114,6 @@ def main(argv: list[str]) -> int:
     console.print(_table(search))
     for engine, reason in search.failures.items():
         console.print(f"{engine} failed:\n{reason}", highlight=False, markup=False)
-    try:
-        plot(_write(search), options.out / "depth.png")
-    except KerasSNError as error:
-        console.print(str(error), highlight=False, markup=False)
+    draw(console, plot, _write(search), options.out / "depth.png")
     say_written(console, "depth", options.out)
     return 1 if search.failures else 0

@@ -20,9 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from keras_sn.benchmarks.networks import NETWORKS
-from keras_sn.benchmarks.reports import head, new_figure, say_written
+from keras_sn.benchmarks.reports import draw, head, new_figure, say_written
 from keras_sn.cost import ON_GPU
-from keras_sn.errors import BudgetError, KerasSNError
+from keras_sn.errors import BudgetError
 from keras_sn.graph import DTYPE_BYTES, LayerGraph
 from keras_sn.plan import Plan
 from keras_sn.planner import make_plan
@@ -265,9 +265,6 @@ def main(argv: list[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "frontier.json").write_text(json.dumps(report, indent=1) + "\n")
     console.print(_table(report))
-    try:
-        plot(report, options.out / "frontier.png")
-    except KerasSNError as error:
-        console.print(str(error), highlight=False, markup=False)
+    draw(console, plot, report, options.out / "frontier.png")
     say_written(console, "frontier", options.out)
     return 0

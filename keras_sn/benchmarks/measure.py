@@ -22,13 +22,12 @@ import ctypes
 import gc
 import json
 import os
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,19 +38,9 @@ import tensorflow as tf
 
 import keras_sn
 from keras_sn import device
-from keras_sn.benchmarks import networks, traces
+from keras_sn.benchmarks import engines, keras_rivals, networks, traces
 from keras_sn.benchmarks.reports import provenance
-from keras_sn.errors import KerasSNError
-from keras_sn.policies import POLICIES
 
-RIVALS = (
-    *("torch-eager", "torch-compile", "torch-checkpoint", "torch-save-on-cpu"),
-    *("jax-plain", "jax-dots", "jax-nothing", "jax-offload"),
-)
-"""Engines without Keras: `torch_rival` and `jax_rival` say what they are."""
-ENGINES = ("keras-graph", "keras-xla", *POLICIES, *(f"{policy}-xla" for policy in POLICIES), *RIVALS)
-_AUTO_SHARE = re.compile(r"auto@(0?\.\d+)(-xla)?")
-_WITH_SHARE = re.compile(rf"{_AUTO_SHARE.pattern}|torch-compile@0?\.\d+")
 _PACKAGE = Path(keras_sn.__file__).parent
 TRACED_STEPS = 3
 MEMORY_ENVIRONMENT = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
@@ -65,11 +54,7 @@ class Configuration:
     """What one process measures."""
 
     engine: str
-    """`"keras-graph"`, `"keras-xla"`, or a policy of `SNModel`, with `"-xla"` where its regions are compiled.
-
-    `"auto@0.4"`: `"auto"`, with a budget of 0.4 of the activations that plain Keras is planned to hold, and what is reserved.
-    One of `RIVALS`, or `"torch-compile@0.4"`: measured by a script of its own.
-    """
+    """Who trains it; see `engines`."""
     network: str
     """A name in `networks.NETWORKS`."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -89,20 +74,6 @@ class Configuration:
         """The configuration as a row begins; ResNets with their depth."""
         blocks = self.arguments.get("blocks")
         return asdict(self) | ({"depth": networks.depth(blocks)} if blocks else {})
-
-
-def check_engines(engines: Sequence[str]) -> None:
-    """Raises `KerasSNError` if one of them is none."""
-    for engine in engines:
-        if engine not in ENGINES and not _WITH_SHARE.fullmatch(engine):
-            names = ", ".join((*ENGINES, "auto@SHARE", "torch-compile@SHARE"))
-            raise KerasSNError(f"An engine is one of {names}. Received: {engine!r}")
-
-
-def share_of(engine: str) -> float | None:
-    """The share in an engine such as `auto@0.55-xla`; None if it has none, or is another library's."""
-    found = _AUTO_SHARE.fullmatch(engine)
-    return float(found[1]) if found else None
 
 
 def worker_command(configuration: Configuration) -> list[str]:
@@ -162,6 +133,10 @@ def measure(configuration: Configuration) -> Row:
         if isinstance(error, tf.errors.OpError) and not _is_out_of_memory(text):
             raise
         return row | {"reason": text.splitlines()[0] if text else type(error).__name__, "peak_bytes": None}
+    except ValueError as error:
+        if configuration.engine not in engines.KERAS_RIVALS:
+            raise
+        return row | {"fits": None, "reason": keras_rivals.reason_of(error), "peak_bytes": None}
     if configuration.purpose == "trace" and (seen := _traced(model, configuration)):
         row |= {"trace": seen.row(), "traced_steps": TRACED_STEPS}
     plan = getattr(model, "plan", None)
@@ -185,12 +160,11 @@ def _build(configuration: Configuration) -> keras.Model:
     """The compiled model, with all its variables."""
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(configuration.dtype)
-    is_plain = configuration.engine.startswith("keras-")
-    # `keras.Model` finds its layers by recursion; `SNModel` sees to that itself.
-    model_class = keras.Model if is_plain else keras_sn.SNModel
-    model = networks.NETWORKS[configuration.network](**configuration.arguments, model_class=model_class)
-    if not is_plain:
-        model = _planned(model, configuration)
+    make = partial(networks.NETWORKS[configuration.network], **configuration.arguments)
+    if engines.is_ours(configuration.engine):
+        model = _planned(make(model_class=keras_sn.SNModel), configuration)
+    else:
+        model = keras_rivals.build(configuration.engine, make)
     model.compile(
         optimizer=_optimizer(),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -208,12 +182,12 @@ def _planned(model: Any, configuration: Configuration) -> keras_sn.SNModel:
     """The model with the engine's policy and budget."""
     policy = configuration.engine.removesuffix("-xla")
     budget_bytes = configuration.budget_bytes or (configuration.memory_bytes if policy == "auto" else None)
-    if share := _AUTO_SHARE.fullmatch(configuration.engine):
+    if share := engines.share_of(configuration.engine):
         policy = "auto"
         reference = keras_sn.SNModel.from_model(model, policy="none")
         reference.compile(_optimizer())  # its slots are reserved
         plain = reference.build_plan(configuration.batch_size)
-        budget_bytes = plain.reserved_bytes + int(float(share[1]) * (plain.plain_peak_bytes - plain.reserved_bytes))
+        budget_bytes = plain.reserved_bytes + int(share * (plain.plain_peak_bytes - plain.reserved_bytes))
     return keras_sn.SNModel.from_model(model, policy=policy, memory_budget=budget_bytes)
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from keras_sn.benchmarks import measure
+from keras_sn.benchmarks.engines import check_engines
 from keras_sn.benchmarks.networks import NETWORKS
 from keras_sn.errors import KerasSNError
 
@@ -31,7 +31,7 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     """The options; refuses engines that are none."""
     options = parser.parse_args(argv)
     try:
-        measure.check_engines(options.engines)
+        check_engines(options.engines)
     except KerasSNError as error:
         parser.error(str(error))
     return options

@@ -10,6 +10,7 @@ from typing import Any
 from rich.progress import Progress
 
 from keras_sn.benchmarks import measure, networks
+from keras_sn.benchmarks.engines import PLAIN
 from keras_sn.benchmarks.measure import Configuration, Row
 from keras_sn.errors import KerasSNError
 from keras_sn.sizes import format_bytes
@@ -122,11 +123,11 @@ class Search:
         self.failures: dict[str, str] = {}
 
     def search_all(self, progress: Progress) -> None:
-        """Plain TensorFlow first; the policies then start at twice what it reached."""
-        plain = [engine for engine in self.options.engines if engine.startswith("keras-")]
-        policies = [engine for engine in self.options.engines if engine not in plain]
+        """Plain Keras first; the others then start at twice what it reached."""
+        plain = [engine for engine in self.options.engines if engine in PLAIN]
+        others = [engine for engine in self.options.engines if engine not in plain]
         with ThreadPoolExecutor(self.options.jobs) as pool:
-            for engines in (plain, policies):
+            for engines in (plain, others):
                 first = max([self.setting.first_n3, *(2 * n3 for n3 in self.deepest.values())])
                 list(pool.map(lambda engine, first=first: self._search(engine, first, progress), engines))
 

@@ -18,12 +18,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from keras_sn.benchmarks import measure
+from keras_sn.benchmarks import engines, measure
 from keras_sn.benchmarks.measure import Configuration, Row
 from keras_sn.benchmarks.networks import RESNET_122
 from keras_sn.benchmarks.options import add_network, parsed, parser_of
-from keras_sn.benchmarks.reports import new_figure, say_written, write
-from keras_sn.errors import KerasSNError
+from keras_sn.benchmarks.reports import color_of, draw, new_figure, new_table, say_reasons, say_written, verdict, write
 from keras_sn.sizes import format_bytes
 
 
@@ -76,7 +75,7 @@ def measure_engines(
 
 def in_bytes(configuration: Configuration, reference_bytes: int | None) -> Configuration:
     """The configuration with its engine's share as a budget of so many bytes, if it has one."""
-    share = measure.share_of(configuration.engine)
+    share = engines.share_of(configuration.engine)
     if share is None or reference_bytes is None:
         return configuration
     engine = "auto-xla" if configuration.engine.endswith("-xla") else "auto"
@@ -93,13 +92,11 @@ def _summary(rows: Sequence[Row], *, skip: int) -> Row:
 
 def table(rows: Sequence[Row], title: str) -> Table:
     """Memory and speed of every engine, and both as ratios to the first."""
-    shown = Table(title=title)
-    for column in ("engine", "memory", "of the first's", "s/step", "speed of the first's", "first step, s"):
-        shown.add_column(column, justify="left" if column == "engine" else "right")
+    shown = new_table(title, ["engine"], ["memory", "of the first's", "s/step", "speed of the first's", "first step, s"])
     first = rows[0]
     for row in rows:
         if not row["fits"]:
-            shown.add_row(row["label"], row["reason"].splitlines()[-1])
+            shown.add_row(row["label"], verdict(row))
             continue
         memory, speed = "", ""
         if first["fits"]:
@@ -119,16 +116,29 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     """
     figure = new_figure(path, (8, 5))
     axes = figure.subplots()
-    first = rows[0]
+    first, places = rows[0], {}
     for row in rows if first["fits"] else ():
         if row["fits"] and row["peak_bytes"]:
             place = row["peak_bytes"] / first["peak_bytes"], first["seconds_per_step"] / row["seconds_per_step"]
-            is_ours = not row["label"].startswith(("keras-", "torch-", "jax-"))
-            axes.plot(*place, "o" if is_ours else "s", color="tab:blue" if is_ours else "tab:gray")
-            axes.annotate(row["label"], place, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    axes.set(xlabel=f"peak memory / {first['label']}'s", ylabel=f"speed / {first['label']}'s", xlim=(0, None), ylim=(0, None))
+            places[row["label"]] = place
+            axes.plot(*place, "o" if engines.is_ours(row["label"]) else "s", color=color_of(row["label"]))
+    # On the right there is room for the names.
+    width, height = 1.3 * max([1.0, *(x for x, _ in places.values())]), 1.1 * max([1.0, *(y for _, y in places.values())])
+    _annotate(axes, places, (width, height))
+    axes.set(xlabel=f"peak memory / {first['label']}'s", ylabel=f"speed / {first['label']}'s", xlim=(0, width), ylim=(0, height))
     axes.set_title(title)
     figure.savefig(path, dpi=150)
+
+
+def _annotate(axes: Any, places: dict[str, tuple[float, float]], size: tuple[float, float]) -> None:
+    """Names the points, from the top down; a name goes below those that it would lie on."""
+    lines: list[tuple[float, float]] = []
+    for name, (x, y) in sorted(places.items(), key=lambda one: -one[1][1]):
+        line = y
+        while any(abs(x - other) < 0.25 * size[0] and abs(line - above) < 0.04 * size[1] for other, above in lines):
+            line -= 0.01 * size[1]
+        lines.append((x, line))
+        axes.annotate(name, (x, line), xytext=(6, 0), textcoords="offset points", fontsize=8, verticalalignment="center")
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
@@ -165,10 +175,8 @@ def main(argv: list[str]) -> int:
     console = Console()
     title = f"{options.network}, batch {options.batch}, {options.dtype}"
     console.print(table(rows, title))
+    say_reasons(console, rows)
     write("speed", options.out, rows=rows)
-    try:
-        plot(rows, title, options.out / "speed.png")
-    except KerasSNError as error:
-        console.print(str(error), highlight=False, markup=False)
+    draw(console, plot, rows, title, options.out / "speed.png")
     say_written(console, "speed", options.out)
     return 0 if all(row["fits"] for row in rows) else 1

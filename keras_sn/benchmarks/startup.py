@@ -1,6 +1,6 @@
 """Seconds until the first training step is done: tracing, planning, compiling, and the step itself.
 
-Each engine in a process of its own, in turns. Out: a table of medians and `startup.json`.
+Each engine in a process of its own, in turns. Out: a table of medians, `startup.json` and `startup.png`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from rich.table import Table
 from keras_sn.benchmarks import measure
 from keras_sn.benchmarks.measure import Configuration, Row
 from keras_sn.benchmarks.options import add_network, parsed, parser_of
-from keras_sn.benchmarks.reports import say_written, write
+from keras_sn.benchmarks.reports import draw, new_table, plot_bars, say_reasons, say_written, verdict, write
 
 ENGINES = {True: ("keras-xla", "keras-graph", "recompute-xla", "auto@0.5-xla"), False: ("keras-graph", "recompute", "auto@0.5")}
 """Plain Keras first; with and without a GPU."""
@@ -36,12 +36,10 @@ def _summary(rows: Sequence[Row]) -> Row:
 
 def table(rows: Sequence[Row], title: str) -> Table:
     """The first steps, and how often as long as the first engine's they take."""
-    shown = Table(title=title)
-    for column in ("engine", "first step, s", "x the first's", "s/step after it"):
-        shown.add_column(column, justify="left" if column == "engine" else "right")
+    shown = new_table(title, ["engine"], ["first step, s", "x the first's", "s/step after it"])
     for row in rows:
         if not row["fits"]:
-            shown.add_row(row["engine"], row["reason"].splitlines()[-1])
+            shown.add_row(row["engine"], verdict(row))
             continue
         first = rows[0].get("first_step_seconds") if rows[0]["fits"] else None
         ratio = f"{row['first_step_seconds'] / first:.2f}" if first else ""
@@ -60,7 +58,11 @@ def main(argv: list[str]) -> int:
     what = {"network": options.network, "arguments": options.arguments or {}, "batch_size": options.batch}
     rows = measure_starts([Configuration(engine=engine, **what) for engine in options.engines], options.rounds, measure.run)
     console = Console()
-    console.print(table(rows, f"Until the first step is done: {options.network}, batch {options.batch}"))
+    title, name = "Until the first step is done", f"{options.network}, batch {options.batch}"
+    console.print(table(rows, f"{title}: {name}"))
+    say_reasons(console, rows)
     write("startup", options.out, rows=rows)
+    seconds = {row["engine"]: row["first_step_seconds"] if row["fits"] else None for row in rows}
+    draw(console, plot_bars, {name: seconds}, title, "seconds", options.out / "startup.png")
     say_written(console, "startup", options.out)
     return 0 if all(row["fits"] for row in rows) else 1

@@ -1,7 +1,8 @@
 """The widest batch that trains under a memory cap, plain Keras beside `SNModel`, with the images a second at that batch.
 
 Follows table 5 of Wang et al. 2018 (SuperNeurons): a 12 GiB card. Every point is real training steps in a process of its own.
-Out: a table and `width.json`.
+Out: a table,
+`width.json` and `width.png`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from keras_sn.benchmarks import measure
 from keras_sn.benchmarks.measure import Configuration, Row
 from keras_sn.benchmarks.networks import NETWORKS
 from keras_sn.benchmarks.options import parsed, parser_of
-from keras_sn.benchmarks.reports import say_written, write
+from keras_sn.benchmarks.reports import draw, new_table, plot_bars, say_reasons, say_written, write
 from keras_sn.benchmarks.search import find_deepest
 from keras_sn.errors import KerasSNError
 from keras_sn.sizes import parse_bytes
@@ -24,6 +25,10 @@ from keras_sn.sizes import parse_bytes
 ON_GPU = ("resnet50", "resnet101", "resnet152", "vgg16", "inception_v4")
 ENGINES = {True: ("keras-xla", "auto-xla"), False: ("keras-graph", "auto")}
 """Plain Keras first; with and without a GPU."""
+
+
+class _NotMeasured(Exception):
+    """Ends a search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +44,11 @@ class WidthSearch:
     """Of the networks' builders."""
     run: Callable[..., Row] = measure.run
 
-    def widest(self, network: str, engine: str, first: int) -> tuple[int, list[Row]]:
-        """The widest batch that trains, 0 if none does, and every point that was measured on the way."""
+    def widest(self, network: str, engine: str, first: int) -> tuple[int | None, list[Row]]:
+        """The widest batch that trains, and every point that was measured on the way.
+
+        The batch is 0 if none trains, and None if the last point could not be measured; its `reason` says why.
+        """
         points: list[Row] = []
 
         def trains(batch_size: int) -> bool:
@@ -54,33 +62,37 @@ class WidthSearch:
             )
             points.append(self.run(configuration))
             if points[-1]["fits"] is None:
-                raise KerasSNError(f"{network}, {engine}, batch {batch_size}: {points[-1]['reason']}")
+                raise _NotMeasured
             return points[-1]["fits"]
 
         def is_close(fits: int, does_not: int) -> bool:
             return does_not - fits <= self.tolerance * fits
 
-        return find_deepest(trains, first=first, largest=self.largest, is_close=is_close), points
+        try:
+            return find_deepest(trains, first=first, largest=self.largest, is_close=is_close), points
+        except _NotMeasured:
+            return None, points
 
     def compare(self, network: str, engines: Sequence[str], first: int) -> Row:
         """One network with all engines; each starts from the widest batch of the one before."""
-        found: dict[str, int] = {}
+        found: dict[str, int | None] = {}
         points: list[Row] = []
         for engine in engines:
-            found[engine], measured = self.widest(network, engine, max([first, *found.values()]))
+            found[engine], measured = self.widest(network, engine, max([first, *filter(None, found.values())]))
             points += measured
         return {"network": network, "widest": found, "points": points}
 
 
 def table(rows: Sequence[Row], engines: Sequence[str], title: str) -> Table:
     """A line for each network and engine."""
-    shown = Table(title=title)
-    for column in ("network", "engine", "widest batch", "x plain", "samples/s", "of plain's best"):
-        shown.add_column(column, justify="left" if column in ("network", "engine") else "right")
+    shown = new_table(title, ["network", "engine"], ["widest batch", "x plain", "samples/s", "of plain's best"])
     for row in rows:
         best = max((speed for _, speed in _speeds(row, engines[0])), default=0.0)
         for engine in engines:
             batch, plain = row["widest"][engine], row["widest"][engines[0]]
+            if batch is None:
+                shown.add_row(row["network"], engine, "failed")
+                continue
             speed = dict(_speeds(row, engine)).get(batch, 0.0)
             ratio = f"{batch / plain:.1f}" if plain else ""
             shown.add_row(row["network"], engine, str(batch), ratio, f"{speed:.0f}", f"{speed / best:.2f}" if best else "")
@@ -120,6 +132,10 @@ def main(argv: list[str]) -> int:
     for network in options.networks:
         rows.append(search.compare(network, options.engines, options.first))
         write("width", options.out, memory_bytes=memory_bytes, rows=rows)  # a run that is cut short leaves what it found
-    console.print(table(rows, options.engines, f"The widest batch within {options.memory}"))
+    title = f"The widest batch within {options.memory}"
+    console.print(table(rows, options.engines, title))
+    say_reasons(console, (point for row in rows for point in row["points"] if point["fits"] is None))
+    widest = {row["network"]: row["widest"] for row in rows}
+    draw(console, plot_bars, widest, title, "samples in a batch", options.out / "width.png")
     say_written(console, "width", options.out)
-    return 0
+    return 0 if all(batch is not None for found in widest.values() for batch in found.values()) else 1
