@@ -54,6 +54,8 @@ class SpanCosts:
     """Computes spans of one graph on one device."""
 
     costs: StepCosts
+    forced: tuple[range, ...] = ()
+    """Positions after which a region must end. Between two of one range no region ends, elsewhere regions end where they like."""
 
     @property
     def graph(self) -> LayerGraph:
@@ -90,14 +92,17 @@ class SpanCosts:
     @cached_property
     def ends(self) -> list[int]:
         """Positions after which a region may end."""
-        return boundaries(self.graph, self.crossing)
+        free = boundaries(self.graph, self.crossing)
+        return sorted({p for p in free if not any(one[0] < p < one[-1] for one in self.forced)}.union(*self.forced))
 
     @cached_property
     def candidates(self) -> list[list[tuple[int, Span]]]:
         """By boundary: the spans that end there, each with the index of the boundary before it (-1: none)."""
-        found, possible = [], lengths(len(self.ends), len(self.graph.layers))
+        found, possible, forced = [], lengths(len(self.ends), len(self.graph.layers)), {p for one in self.forced for p in one}
+        least = -1
         for index, end in enumerate(self.ends):
-            before = [index - length for length in possible if length <= index + 1]
+            before = [index - length for length in possible if least <= index - length]
+            least = index if end in forced else least
             starts = [self.ends[one] + 1 if one >= 0 else 0 for one in before]
             found.append(list(zip(before, self.ending_at(end, starts), strict=True)))
         return found
@@ -134,12 +139,13 @@ class _Scan:
         self.levels = [_Level() for _ in SAVED_SHARES]
         self.inputs: set[str] = set()
         self.kept_bytes = 0
-        self.internal_bytes = self.largest_gradients = self.largest_inside = 0
+        self.internal_bytes = self.largest_gradients = self.largest_inside = self.weight_bytes = 0
         self.gradients = gradient_bytes(of.graph)
 
     def add(self) -> None:
         self.first -= 1
         layer = self.of.graph.layers[self.first]
+        self.weight_bytes += layer.weight_bytes * self.of.graph.updates_in_backward
         self.read.update(layer.saved_for_backward)
         if not self.of.graph.virtual.isdisjoint(layer.outputs) and not self.read.isdisjoint(layer.outputs):
             self.read.update(layer.inputs)  # who reads a tensor that is never written reads what it is made of
@@ -149,7 +155,7 @@ class _Scan:
         nbytes = self.of.nbytes
         inside = sum(nbytes[t] for t in layer.outputs if self.of.graph.last_use.get(t, -1) <= self.last)
         self.largest_inside = max(self.largest_inside, inside + sum(nbytes.get(t, 0) for t in layer.inputs))
-        self.largest_gradients = max(self.largest_gradients, self.gradients[self.first])
+        self.largest_gradients = max(self.largest_gradients, self.gradients[self.first] + self.weight_bytes)
         self.internal_bytes += layer.internal_bytes
 
     def add_inputs(self, layer: LayerCall) -> None:
@@ -173,7 +179,7 @@ class _Scan:
                 again = True
                 held += nbytes[tensor] * (tensor in self.read)
         # What this layer call holds is there in the backward steps of all later ones.
-        level.backward_bytes = held + max(level.backward_bytes, self.gradients[self.first])
+        level.backward_bytes = held + max(level.backward_bytes, self.gradients[self.first] + self.weight_bytes)
         if again:
             level.seconds += self.of.costs.forward[self.first]
             level.needed.update(layer.inputs)
