@@ -85,13 +85,17 @@ class CostModel:
 
     def _seconds(self, layer: LayerCall, graph: LayerGraph, factor: int, nbytes: int) -> float:
         seconds = factor * layer.flops / self._flops_per_second(layer, graph)
-        return self.launch_seconds + max(seconds, nbytes / self.bytes_per_second)
+        # What it holds inside is written and read by kernels of their own; the backward step writes its gradient too.
+        inside = (1 + factor) * layer.internal_bytes * layer.is_costly
+        return self.launch_seconds + max(seconds, nbytes / self.bytes_per_second) + inside / self.bytes_per_second
 
     def _flops_per_second(self, layer: LayerCall, graph: LayerGraph) -> float:
         rates = self.convolution_rates if layer.is_convolution else self.matrix_rates if layer.is_costly else ()
         made = sum(prod(graph.tensors[tensor].shape) for tensor in layer.outputs)
         if not rates or not made or not layer.flops:
             return self.flops_per_second
+        # What a layer of several products holds inside is made of products too.
+        made *= max(1.0, layer.internal_bytes / graph.nbytes(*layer.outputs))
         contraction = layer.flops / (2 * made)  # a multiplication and an addition each
         lengths, found = zip(*rates, strict=True)
         return float(np.interp(log(contraction), [log(length) for length in lengths], found))

@@ -38,8 +38,9 @@ class Convolution:
 class Sizes:
     """What is computed, `calls` times in one go; the defaults keep a GPU busy and take at most about 600 MiB of its memory."""
 
-    rounds: int = 8
-    """Of products or convolutions in one function, because a call takes the host longer than a small product takes a GPU."""
+    rounds: int = 4
+    """Of products or convolutions in one function, because a call takes the host longer than a small product takes a GPU. As
+    many more are timed too."""
     matrices: tuple[int, ...] = (768, 4096)
     """Contraction lengths of matrix products, each of `rows` rows and as many columns as it is long."""
     rows: int = 8192
@@ -196,9 +197,9 @@ def _round_seconds(sizes: Sizes, compute: Callable[[Any, Any], tuple[Any, Any]],
                 total += gradient
             return x, total
 
-        return _seconds(replace(sizes, calls=1), tf.function(chain, jit_compile=True, autograph=False), x, w)
+        return _seconds(sizes, tf.function(chain, jit_compile=True, autograph=False), x, w)
 
-    return max(seconds(sizes.rounds) - seconds(1), 1e-9) / (sizes.rounds - 1)  # or the clock was too coarse
+    return max(seconds(2 * sizes.rounds) - seconds(sizes.rounds), 1e-9) / sizes.rounds  # or the clock was too coarse
 
 
 def _seconds(sizes: Sizes, function: Callable[..., Any], *arguments: Any) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import tensorflow as tf
 
+from keras_sn import keras_internals
 from keras_sn.cost import CostModel
 from keras_sn.cost_measurement import measure_cost_model as measure_cost_model
 from keras_sn.errors import KerasSNError
@@ -26,6 +27,8 @@ _ALLOCATOR_VARIABLE = "TF_GPU_ALLOCATOR"
 _HOST_LIMIT_VARIABLE = "TF_GPU_HOST_MEM_LIMIT_IN_MB"
 _MIB = 2**20
 _HOST_SHARE = 0.8
+_FRAGMENTATION = 1e-5
+"""Of a GPU's memory: a megabyte or less. TensorFlow's default of 128 MiB took 5 to 8 % of a budget of 2 to 4 GB on an H200."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc/self")
 _NO_LIMIT_BYTES = 2**60
@@ -64,7 +67,8 @@ def configure_gpu(
 ) -> GpuConfiguration:
     """Sets all visible GPUs up, before TensorFlow opens them. What is `None` stays as it is.
 
-    Asking again for what is in force does nothing. Without a GPU nothing happens.
+    TensorFlow's allocator is told to divide blocks exactly: by default it gives out blocks that are up to 128 MiB too large, which
+    small budgets feel. Asking again for what is in force does nothing else. Without a GPU nothing happens.
 
     Args:
         memory_limit: The most device memory that TensorFlow may take, in bytes or as text (`"12GiB"`); whole MiB count.
@@ -91,6 +95,8 @@ def configure_gpu(
             "A GPU has either a memory limit, which TensorFlow takes at once, or growth without a limit. "
             f"Leave one of the two out; in force: {current}. {received}"
         )
+    if not current.is_open:
+        keras_internals.allow_internal_fragmentation(_FRAGMENTATION)
     if wanted == current:
         return current
     if current.is_open:

@@ -5,12 +5,13 @@ that work in place (`LayerCall.gradient_in_place`) hand their output's gradient 
 its inputs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 from keras_sn.fusion import fused_gradient_bytes
-from keras_sn.graph import LayerGraph
+from keras_sn.graph import LayerCall, LayerGraph
 
 _KNOWN: "WeakKeyDictionary[LayerGraph, tuple[int, ...]]" = WeakKeyDictionary()
 """Every prediction of a plan of a graph asks for the same bytes."""
@@ -19,7 +20,8 @@ _KNOWN: "WeakKeyDictionary[LayerGraph, tuple[int, ...]]" = WeakKeyDictionary()
 def gradient_bytes(graph: LayerGraph) -> tuple[int, ...]:
     """By position: the bytes of all gradients that exist during the backward step of the layer call there.
 
-    Gradients of weights count from the backward step that makes them to the end; what the user feeds has none.
+    Gradients of weights count from the backward step that makes them to the end, unless weights are updated in the backward pass:
+    then they are their region's (`LayerGraph.updates_in_backward`). What the user feeds has none.
     """
     if graph not in _KNOWN:
         _KNOWN[graph] = _gradient_bytes(graph)
@@ -54,8 +56,13 @@ def _gradient_bytes(graph: LayerGraph) -> tuple[int, ...]:
     for first, last, nbytes in zip(buffers.first, buffers.last, buffers.nbytes, strict=True):
         change[first] += nbytes
         change[last + 1] -= nbytes
-    of_weights = list(accumulate(layer.weight_bytes for layer in reversed(graph.layers)))[::-1]
+    of_weights = [0] * count if graph.updates_in_backward else until_the_end(graph.layers)
     return tuple(map(sum, zip(accumulate(change[:-1]), of_weights, fused_gradient_bytes(graph), strict=True)))
+
+
+def until_the_end(layers: Sequence[LayerCall]) -> list[int]:
+    """By layer call: the bytes of the weight gradients that its backward step and those before it (of later layer calls) make."""
+    return list(accumulate(layer.weight_bytes for layer in reversed(layers)))[::-1]
 
 
 @dataclass

@@ -78,6 +78,9 @@ class LayerGraph:
     outputs: tuple[str, ...]
     is_compiled: bool = False
     """The layer calls are described as XLA runs them; see `fusion`."""
+    updates_in_backward: bool = False
+    """The weights of a region are updated as soon as its backward pass has run, so that its weight gradients do not wait for those of
+    all others."""
     fixed: frozenset[str] | None = None
     """Of a model that is not a graph of layers, each layer call is a region; these, raw operations, run as they are. None for a
     graph of layers, which can be cut anywhere."""

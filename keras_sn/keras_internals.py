@@ -15,7 +15,8 @@ from keras.src.backend.common import global_state
 from keras.src.layers.layer import CallContext
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.sequential import Sequential
-from tensorflow.python.eager import record
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import context, record
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.framework.ops import gradient_registry
 
@@ -343,3 +344,14 @@ def build_optimizer(optimizer: Any, variables: list[keras.Variable]) -> None:
     """Creates the slots before the train step is traced; TensorFlow traces a function that creates variables twice."""
     if not optimizer.built:
         optimizer.build(variables)
+
+
+def allow_internal_fragmentation(share: float) -> None:
+    """Lets TensorFlow's GPU allocator give out blocks that are too large by at most this share of the device's memory.
+
+    By default it gives out blocks that are up to 128 MiB too large rather than divide them. There is no public way to say
+    otherwise in TensorFlow 2; it counts until the devices are opened.
+    """
+    config = config_pb2.ConfigProto()
+    config.gpu_options.experimental.internal_fragmentation_fraction = share
+    context.context()._config = config

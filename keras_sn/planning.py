@@ -1,7 +1,7 @@
 """The plans that a model has made, by what they depend on, and the one in force."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from keras_sn import device, keras_internals
 from keras_sn.graph import DTYPE_BYTES, LayerGraph
-from keras_sn.layer_calls import ModelTrace
+from keras_sn.layer_calls import ModelTrace, variables_of
 from keras_sn.plan import Plan
 from keras_sn.planner import adopt_plan, make_plan
 from keras_sn.settings import MARGIN, Settings
-from keras_sn.updates import GroupedUpdate
+from keras_sn.updates import GroupedUpdate, is_shareable, needs_all_gradients
 
 Shapes = tuple[tuple[int, ...], ...]
 """The full shape of each input of a model."""
@@ -83,10 +83,12 @@ class InForce:
         reserved = _reserved(model)
         reserved_bytes = sum(prod(v.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(v.dtype)] for v in reserved)
         weights = tuple(id(variable) for variable in model.trainable_variables)
-        key = (shapes, reserved_bytes, compiled, weights)
+        early = _may_update_early(model)
+        key = (shapes, reserved_bytes, compiled, weights, early)
         if key not in self.plans:
             traced = make_trace()
-            plan = _plan(traced.graph, settings, reserved_bytes, compiled, len(reserved))
+            graph = replace(traced.graph, updates_in_backward=early and not _shares_weights(traced))
+            plan = _plan(graph, settings, reserved_bytes, compiled, len(reserved))
             self.plans[key] = Planned(plan, traced, shapes, weights)
         return self.plans[key]
 
@@ -117,6 +119,22 @@ def _plan(graph: LayerGraph, settings: Settings, reserved_bytes: int, compiled: 
         cost_model=device.cost_model(),
         **common,
     )
+
+
+def _may_update_early(model: Any) -> bool:
+    """Whether a training step updates weights as soon as their own gradients exist."""
+    is_own_step = type(model).train_step.__module__ == "keras_sn.model"  # not a user's, who may hold all gradients
+    if not is_own_step or not model.compiled or model.optimizer is None or model.run_eagerly:
+        return False
+    if tf.distribute.has_strategy() or needs_all_gradients(model.optimizer):
+        return False
+    return is_shareable(model.optimizer, model.trainable_variables)
+
+
+def _shares_weights(traced: ModelTrace) -> bool:
+    """Whether several layer calls use the same weights, whose gradients wait for the last of them."""
+    weights = [id(variable) for call in traced.calls for variable in variables_of(call.operation) if variable.trainable]
+    return len(set(weights)) < len(weights)
 
 
 def _reserved(model: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from keras_sn.fusion import UNPLANNED_SHARE
-from keras_sn.gradients import gradient_bytes
+from keras_sn.gradients import gradient_bytes, until_the_end
 from keras_sn.graph import LayerCall, LayerGraph
 from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
 from keras_sn.steps import RECOMPUTE
@@ -146,14 +146,16 @@ class _Timeline:
         """What one region holds only while it runs, and what a kept region holds in between."""
         region, layers, own = self.regions[index], self.layers[index], self.backward(index)
         held = peak = forward = 0
-        for layer, inside in zip(layers, self.inside_bytes(index), strict=True):
+        of_weights = until_the_end(layers) if self.graph.updates_in_backward else [0] * len(layers)
+        for layer, inside, weights in zip(layers, self.inside_bytes(index), of_weights, strict=True):
             # What a layer call holds, its backward step and those of all later layer calls find there.
             own_outputs = (t for t in layer.outputs if t in self.read[index] and self.is_own(t, index))
             held += layer.internal_bytes + self.graph.nbytes(*own_outputs)
-            peak = max(peak, held + self.gradients[self.graph.position[layer.name]])
+            peak = max(peak, held + weights + self.gradients[self.graph.position[layer.name]])
             forward = max(forward, inside + (0 if region.recompute else held))
         self.add(forward, index, index)
         self.add(max(peak, self.replaying[index]), own, own)
+        self.add(of_weights[0], own + 1, min(own + 1, 2 * self.count - 1))  # the update runs beside the next backward pass
         if not region.recompute:
             self.add(held, index + 1, own - 1)
 

@@ -29,22 +29,22 @@ SHAREABLE = (
 
 @contextmanager
 def grouped_update(optimizer: Any, update: "GroupedUpdate", before_update: Callable[[], None]) -> Iterator[None]:
-    """Inside, `optimizer.apply_gradients` waits for all gradients, calls `before_update`, and updates group by group.
+    """Inside, `optimizer.apply_gradients` calls `before_update` once all gradients exist, and updates group by group.
 
-    So a step that fails before its gradients exist has changed neither weights nor slots nor state. Optimizers that do not allow
-    a grouped update run Keras' own.
+    A group is updated as soon as its own gradients exist, unless the optimizer needs all of them together. Optimizers that do not
+    allow a grouped update run Keras' own.
     """
-    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
     def apply_gradients(pairs: Any) -> Any:
         pairs = list(pairs)
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
         with tf.control_dependencies([] if tf.executing_eagerly() else [tf.group(*gradients)]):
             before_update()
-            if type(inner) not in SHAREABLE or any(_overwritten(v) for _, v in pairs):
-                return original(pairs)
-            with keras_internals.replaced_update(inner, lambda *args: update(inner, *args)):
-                return original(pairs)
+        if not is_shareable(optimizer, [variable for _, variable in pairs]):
+            return original(pairs)
+        inner = _inner(optimizer)
+        with keras_internals.replaced_update(inner, lambda *args: update(inner, *args)):
+            return original(pairs)
 
     original = optimizer.apply_gradients
     vars(optimizer)["apply_gradients"] = apply_gradients
@@ -54,9 +54,20 @@ def grouped_update(optimizer: Any, update: "GroupedUpdate", before_update: Calla
         del vars(optimizer)["apply_gradients"]
 
 
-def _overwritten(variable: Any) -> bool:
-    """Whether Keras puts the gradient in the variable's place (float8 scales)."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
+def is_shareable(optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Whether these variables can be updated group by group. Keras puts the gradients of some (float8 scales) in their place."""
+    return type(_inner(optimizer)) in SHAREABLE and not any(getattr(v, "overwrite_with_gradient", False) for v in variables)
+
+
+def needs_all_gradients(optimizer: Any) -> bool:
+    """Whether no weight can be updated before all gradients exist."""
+    # The loss scale is lowered, and the step left out, if one of them is not finite.
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return is_scaled or bool(optimizer.global_clipnorm or optimizer.gradient_accumulation_steps)
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
 class GroupedUpdate:

@@ -1,5 +1,6 @@
 """`device`: a fake GPU for the rules of `configure_gpu`, a fresh process, and (`-m gpu`) a real GPU."""
 
+import importlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -62,6 +63,17 @@ def test_configure_gpu_says_what_is_in_force(gpu, monkeypatch):
     gpu.is_open = True
     assert device.memory_limit_bytes() == 12 * GIB
     assert str(device.configure_gpu()).endswith("open")
+
+
+def test_blocks_are_divided_exactly_unless_the_device_is_open(gpu, monkeypatch):
+    context = importlib.import_module("tensorflow.python.eager.context")
+    monkeypatch.setattr(context.context(), "_config", None)
+    gpu.is_open = True
+    device.configure_gpu()
+    assert context.context().config.gpu_options.experimental.internal_fragmentation_fraction == 0
+    gpu.is_open = False
+    device.configure_gpu()
+    assert 0 < context.context().config.gpu_options.experimental.internal_fragmentation_fraction < 1e-4
 
 
 def test_configure_gpu_works_in_steps_and_for_growth(gpu):

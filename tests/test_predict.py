@@ -1,5 +1,7 @@
 """The planner's figures, by hand: gradients, what XLA never writes, copies in time."""
 
+from dataclasses import replace
+
 import pytest
 
 from keras_sn.cost import CostModel, StepCosts
@@ -54,6 +56,24 @@ def test_xla_writes_no_tensor_between_fusible_layer_calls():
     # The output of the activation is read again when the gradient below the normalization is written.
     assert fused_gradient_bytes(graph) == [0, 0, 400, 0, 0, 0]
     assert fused_gradient_bytes(residual()) == [0] * 6
+
+
+def test_weight_gradients_wait_for_nobody_where_weights_are_updated_in_the_backward_pass():
+    """400 bytes for each layer call, and those of two regions at most: the update runs beside the next region's backward pass."""
+    graph = graph_of(
+        call("first", "x", "a", ["x"], weight_bytes=400),
+        call("second", "a", "b", ["a"], weight_bytes=400),
+        call("third", "b", "c", ["b"], weight_bytes=400),
+        sizes={"x": 4, "a": 8, "b": 8, "c": 8},
+    )
+    regions = [Region((layer.name,), (Saved(layer.inputs[0], nbytes=8),)) for layer in graph.layers]
+    late = predict(graph, regions)
+    early = predict(replace(graph, updates_in_backward=True), regions)
+    assert (late.peak_bytes, late.peak_layer) == (1200 + 8 + 4, "first")  # weights, the gradient of a, x
+    assert (early.peak_bytes, early.peak_layer) == (800 + 8 + 16 + 4, "second")  # and a itself, the gradients of a and b
+    assert sum(gradient_bytes(graph)) - sum(gradient_bytes(replace(graph, updates_in_backward=True))) == 400 * (1 + 2 + 3)
+    together = [Region(("first", "second", "third"), (Saved("x", nbytes=4),))]
+    assert predict(graph, together) == predict(replace(graph, updates_in_backward=True), together)
 
 
 def test_what_a_region_holds_in_its_backward_pass():
