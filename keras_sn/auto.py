@@ -12,10 +12,11 @@ from keras_sn.drafts import Draft, draft_of, regions_of
 from keras_sn.forgetting import descend, until_it_fits
 from keras_sn.graph import LayerGraph
 from keras_sn.improve import improve, simple_drafts
-from keras_sn.plan import Region
+from keras_sn.plan import HOST, Region
 from keras_sn.repeats import compiled_calls, equal_cuts_through, kinds, repeated
 from keras_sn.search import RegionSearch
 from keras_sn.spans import SpanCosts
+from keras_sn.steps import RECOMPUTE
 
 ROUNDS = 6
 """Searches, each with a room corrected by what the one before was off."""
@@ -31,8 +32,8 @@ TINY_GRAPH = 8
 HALVINGS = 9
 FORGETFUL_GRAPH = 800
 """Layer calls; in a larger graph it takes too long to try what may be forgotten."""
-FORGETFUL_FROM = 1.25
-"""Times plain Keras; a plan that is faster than this has little to win by forgetting."""
+SLOW = 1.25
+"""Times plain Keras; where a plan is faster than this, there is little to win by other kinds of plans."""
 WAITING_SHARES = (1.0, 0.6, 0.3, 0.0)
 """Of what waits, counted in drafts that fit once something in them is forgotten."""
 
@@ -86,12 +87,14 @@ class Auto:
     def cheapest(self, room_bytes: int) -> Candidate | None:
         """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
         tried = [*self._within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
+        if self.host_bytes != 0 and self._is_slow(tried, room_bytes):
+            tried += self._within(room_bytes, ahead=False)
         found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
         found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
         alone = self.on_device.cheapest(room_bytes) if self.host_bytes != 0 else None
         found += [alone] if alone else []
         if alone is None:
-            found += self._forgetful(room_bytes, found)
+            found += self._with_less_waiting(room_bytes, found)
         fitting = [one for one in found if one.fits(room_bytes, self.host_bytes)]
         best = min(fitting or self._of_smallest(room_bytes), key=lambda one: one.seconds, default=None)
         return self._of_equal_regions(best, room_bytes) if best and len(self.graph.layers) > REPEATED_GRAPH else best
@@ -127,31 +130,38 @@ class Auto:
         drafts = [one for one in fitting if one.draft is not None]
         return fitting + self._improved(drafts, room_bytes, lambda one: (one.seconds, one.peak_bytes))
 
-    def _forgetful(self, room_bytes: int, found: Sequence[Candidate]) -> Iterator[Candidate]:
-        """Plans in which tensors between regions wait nowhere, where the plans found so far are slow."""
+    def _with_less_waiting(self, room_bytes: int, found: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Plans in which tensors between regions wait on the host or nowhere, where the plans found so far are slow."""
         if not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
             return
-        seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)
-        if seconds < FORGETFUL_FROM * self.costs.plain_seconds:
+        if not self._is_slow(found, room_bytes):
             return
         drafts = [draft for share in WAITING_SHARES for draft in self.search.find(room_bytes, waiting_share=share)]
         drafts.append(draft_of(self.graph, self.smallest.regions))
         ways = (lambda draft: self._try_out(draft, room_bytes)), (lambda one: one.fits(room_bytes, self.host_bytes))
-        starts = [one for draft in dict.fromkeys(drafts) if (one := until_it_fits(self.costs, draft, *ways))]
+        pairs = [(draft, place) for draft in dict.fromkeys(drafts) for place in (RECOMPUTE, HOST)[: 1 + (self.host_bytes != 0)]]
+        starts = [one for draft, place in pairs if (one := until_it_fits(self.costs, draft, place, *ways))]
         yield from starts
         if starts:
             yield descend(self.costs, min(starts, key=lambda one: one.seconds), *ways)
 
-    def _within(self, room_bytes: int) -> Iterator[Candidate]:
+    def _is_slow(self, found: Sequence[Candidate], room_bytes: int) -> bool:
+        seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)
+        return seconds >= SLOW * self.costs.plain_seconds
+
+    def _within(self, room_bytes: int, *, ahead: bool = True) -> Iterator[Candidate]:
         """Drafts whose predicted peaks come close to the room; the search itself knows them only roughly."""
-        room = float(room_bytes)
+        room, fits, does_not = float(room_bytes), 0.0, inf
         for _ in range(ROUNDS // (1 + self.is_large)):
-            tried = [self._try_out(draft, room_bytes) for draft in self._find(int(room))]
+            tried = [self._try_out(draft, room_bytes) for draft in self._find(int(room), ahead=ahead)]
             yield from tried
             off = room_bytes - min((one.peak_bytes for one in tried), default=0.95 * room_bytes)
             if tried and 0 <= off < CLOSE * room_bytes:
                 return
+            fits, does_not = (max(fits, room), does_not) if off > 0 else (fits, min(does_not, room))
             room += off if off > 0 else 1.5 * off
+            if not fits < room < does_not:
+                room = (fits + does_not) / 2
 
     def _ever_smaller(self) -> Iterator[Candidate]:
         """Drafts for ever smaller rooms, until there are none."""
@@ -163,15 +173,15 @@ class Auto:
             yield from tried
             low, high = (low, middle) if tried else (middle, high)
 
-    def _find(self, room_bytes: int) -> list[Draft]:
+    def _find(self, room_bytes: int, *, ahead: bool = True) -> list[Draft]:
         """Drafts for a room; where the host is short, a byte there gets a price that keeps enough of them away."""
         count = 1 if self.is_large else ALTERNATIVES
-        found = self.search.find(room_bytes, count=count)
+        found = self.search.find(room_bytes, count=count, ahead=ahead)
         if self.host_bytes is None or not found or self._host_bytes(found[0]) <= self.host_bytes:
             return found
         price = self.costs.plain_seconds / (1 + sum(self.spans.nbytes.values()))
         for _ in range(HALVINGS):
-            found = self.search.find(room_bytes, seconds_per_host_byte=price, count=count)
+            found = self.search.find(room_bytes, seconds_per_host_byte=price, count=count, ahead=ahead)
             if self._host_bytes(found[0]) <= self.host_bytes:
                 break
             price *= 4

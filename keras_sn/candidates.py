@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft
-from keras_sn.plan import Plan, Region
-from keras_sn.predict import Prediction, predict
+from keras_sn.plan import Plan, Region, Saved
+from keras_sn.predict import Prediction, levels_of, predict
 from keras_sn.timing import Timing, schedule_prefetches, time_regions
 
-COPY_WINDOWS = (8, 4, Plan.copy_window)
+COPY_WINDOWS = (8, 4, 2)
 """Regions that the forward pass may run ahead of its copies: the more, the less it waits, and the more is on the device."""
 
 
@@ -39,7 +39,8 @@ class Candidate:
 def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> Candidate:
     """Predicts a plan's peak and seconds.
 
-    Where copies are made, several ways to time them are tried; the fastest that fits is taken, or the smallest.
+    Where copies are made, they start back as early as they should if there is room, and the forward pass runs as far ahead of
+    them as there is room.
 
     Args:
         costs: The graph on its device.
@@ -50,13 +51,30 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
         return as_given(costs, regions, Plan.copy_window)
     if not costs.model.copies_overlap:  # nothing is won by copying early
         return as_given(costs, one_ahead(regions), Plan.copy_window)
-    found = [
-        as_given(costs, timed, window)
-        for timed in (schedule_prefetches(costs, regions), one_ahead(regions))
-        for window in COPY_WINDOWS
-    ]
-    fitting = [one for one in found if one.peak_bytes <= room_bytes]
-    return min(fitting, key=lambda one: one.seconds) if fitting else min(found, key=lambda one: one.peak_bytes)
+    timed = schedule_prefetches(costs, regions)
+    if (tight := as_given(costs, timed, 1)).peak_bytes > room_bytes:
+        timed = in_time(costs, timed, room_bytes)
+        tight = min(as_given(costs, timed, 1), as_given(costs, one_ahead(regions), 1), key=lambda one: one.peak_bytes)
+    wider = (as_given(costs, tight.regions, window) for window in COPY_WINDOWS)
+    return next((one for one in wider if one.peak_bytes <= room_bytes), tight)
+
+
+def in_time(costs: StepCosts, timed: Sequence[Region], room_bytes: float) -> list[Region]:
+    """Puts off copies back until there is room for them, if need be until they are read."""
+    regions, last = list(timed), len(timed) - 1
+    for full in range(last, 0, -1):
+        early = [index for index, region in enumerate(regions[:full]) if any(_is_back(one, full) for one in region.saved)]
+        if not early or levels_of(costs.graph, regions, 1)[2 * last + 1 - full] <= room_bytes:
+            continue
+        for index in early:
+            saved = (replace(one, prefetch_at=full - 1) if _is_back(one, full) else one for one in regions[index].saved)
+            regions[index] = replace(regions[index], saved=tuple(saved))
+    return regions
+
+
+def _is_back(one: Saved, index: int) -> bool:
+    """Whether a copy has started when the backward pass of a region of this index begins."""
+    return one.is_away and one.prefetch_at is not None and one.prefetch_at >= index
 
 
 def one_ahead(regions: Sequence[Region]) -> list[Region]:

@@ -67,8 +67,8 @@ def configure_gpu(
 ) -> GpuConfiguration:
     """Sets all visible GPUs up, before TensorFlow opens them. What is `None` stays as it is.
 
-    TensorFlow's allocator is told to divide blocks exactly: by default it gives out blocks that are up to 128 MiB too large, which
-    small budgets feel. Asking again for what is in force does nothing else. Without a GPU nothing happens.
+    TensorFlow's allocator is told to divide blocks exactly: by default it gives out blocks that are up to 128 MiB too large,
+    which small budgets feel. Asking again for what is in force does nothing else. Without a GPU nothing happens.
 
     Args:
         memory_limit: The most device memory that TensorFlow may take, in bytes or as text (`"12GiB"`); whole MiB count.

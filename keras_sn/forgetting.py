@@ -1,6 +1,7 @@
-"""Lets tensors between regions wait nowhere: the region that makes one runs again when a later region's backward pass reads it.
+"""Lets tensors between regions wait elsewhere, one after the other, until a plan fits: on the host, or nowhere.
 
-This costs another forward pass of a few regions, where a copy to the host and back would cost more. In: a draft. Out: candidates.
+The region that makes one that waits nowhere runs again when a later region's backward pass reads it. This costs another forward
+pass of a few regions, where a copy to the host and back may cost more. In: a draft. Out: candidates.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,20 +20,23 @@ TryOut = Callable[[Draft], Candidate]
 Fits = Callable[[Candidate], bool]
 
 
-def until_it_fits(costs: StepCosts, draft: Draft, try_out: TryOut, fits: Fits) -> Candidate | None:
-    """Forgets one tensor after the other, the cheapest for its bytes first, until that fits; None if it never does.
+def until_it_fits(costs: StepCosts, draft: Draft, place: str, try_out: TryOut, fits: Fits) -> Candidate | None:
+    """Moves one tensor after the other until that fits; None if it never does.
 
     Args:
         costs: The graph on its device.
         draft: Where to begin.
+        place: Where to: to `RECOMPUTE` those first that are cheap to make for their bytes, to `HOST` those that wait longest.
         try_out: Predicts a draft.
         fits: Whether a candidate fits the budgets.
     """
     order = _by_price(costs, draft)
+    if place == HOST:
+        order = sorted(set(order) - draft.away, key=costs.graph.producer.__getitem__)
     while not fits(candidate := try_out(draft)):
         if not order:
             return None
-        draft = with_place(draft, order.pop(0), RECOMPUTE)
+        draft = with_place(draft, order.pop(0), place)
     return candidate
 
 

@@ -79,8 +79,7 @@ class LayerGraph:
     is_compiled: bool = False
     """The layer calls are described as XLA runs them; see `fusion`."""
     updates_in_backward: bool = False
-    """The weights of a region are updated as soon as its backward pass has run, so that its weight gradients do not wait for those of
-    all others."""
+    """A region's weights are updated as soon as its backward pass has run: its weight gradients wait for no others."""
     fixed: frozenset[str] | None = None
     """Of a model that is not a graph of layers, each layer call is a region; these, raw operations, run as they are. None for a
     graph of layers, which can be cut anywhere."""

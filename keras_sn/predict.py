@@ -36,20 +36,21 @@ def predict(graph: LayerGraph, regions: Sequence[Region], copy_window: int = Pla
     Returns:
         The peak in bytes with the layer call that makes it, and the bytes that leave the device.
     """
+    levels = levels_of(graph, regions, copy_window)
+    slot = max(range(len(levels)), key=levels.__getitem__) if levels else 0
+    region = regions[min(slot, 2 * len(regions) - 1 - slot)] if regions else None
+    away = {one.tensor for region in regions for one in region.saved if one.is_away}
+    return Prediction(max(levels, default=graph.nbytes(*graph.inputs)), region.layers[-1] if region else "", graph.nbytes(*away))
+
+
+def levels_of(graph: LayerGraph, regions: Sequence[Region], copy_window: int) -> list[int]:
+    """The bytes of `predict`, in each slot: the regions' forward passes, then their backward passes in reverse order."""
     timeline = _Timeline(graph, regions, copy_window)
     timeline.add_tensors()
     for index in range(len(regions)):
         timeline.add_private(index)
-    levels = list(accumulate(timeline.change[:-1]))
-    slot = max(range(len(levels)), key=levels.__getitem__) if levels else 0
-    region = regions[min(slot, 2 * len(regions) - 1 - slot)] if regions else None
-    slack = 1 + UNPLANNED_SHARE * graph.is_compiled
-    away = {one.tensor for region in regions for one in region.saved if one.is_away}
-    return Prediction(
-        int(slack * max(levels, default=0)) + graph.nbytes(*graph.inputs),
-        region.layers[-1] if region else "",
-        graph.nbytes(*away),
-    )
+    slack, fed = 1 + UNPLANNED_SHARE * graph.is_compiled, graph.nbytes(*graph.inputs)
+    return [int(slack * level) + fed for level in accumulate(timeline.change[:-1])]
 
 
 class _Timeline:

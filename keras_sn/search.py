@@ -55,7 +55,13 @@ class RegionSearch:
         return np.array([np.concatenate([[0.0], np.cumsum(row)]) for row in (costs.forward, costs.backward)])
 
     def find(
-        self, room_bytes: int, *, seconds_per_host_byte: float = 0.0, count: int = 1, waiting_share: float = 1.0
+        self,
+        room_bytes: int,
+        *,
+        seconds_per_host_byte: float = 0.0,
+        count: int = 1,
+        waiting_share: float = 1.0,
+        ahead: bool = True,
     ) -> list[Draft]:
         """Drafts of the cheapest plans within `room_bytes`, the best first; empty if nothing fits.
 
@@ -64,10 +70,11 @@ class RegionSearch:
             seconds_per_host_byte: What a byte on the host costs, beyond the time of its copies.
             count: How many alternatives are wanted.
             waiting_share: How much of what waits is counted; less than 1 if some of it will be forgotten.
+            ahead: Whether copies come back while the region before computes, which takes more memory, or the device waits.
         """
         labels, model = [_Labels.first()], self.spans.costs.model  # by boundary plus one
         for spans in self.columns:
-            grown = [_grow(labels[columns.before + 1], columns, room_bytes, model, waiting_share) for columns in spans]
+            grown = [_grow(labels[columns.before + 1], columns, room_bytes, model, waiting_share, ahead) for columns in spans]
             labels.append(_Labels.best(grown, seconds_per_host_byte))
         final = labels[-1]
         order = np.argsort(final.seconds + 2 * final.copy_seconds + seconds_per_host_byte * final.host_bytes, kind="stable")
@@ -185,7 +192,7 @@ class _Columns:
     """Of the layer calls, forward and backward: what copies of the region before can hide behind."""
 
 
-def _grow(labels: _Labels, columns: _Columns, room_bytes: float, model: CostModel, waiting_share: float) -> _Labels:
+def _grow(labels: _Labels, columns: _Columns, room_bytes: float, model: CostModel, waiting_share: float, ahead: bool) -> _Labels:
     """All labels that come of adding one span, in each of its ways, to each label, and that fit."""
     inputs = np.full(len(labels.start), float(columns.span.input_bytes))
     for producer, reader, nbytes in columns.span.read_before:
@@ -195,9 +202,9 @@ def _grow(labels: _Labels, columns: _Columns, room_bytes: float, model: CostMode
     waiting = labels.waiting[:, None] + columns.waits + inputs[:, None] * stays
     leaving = columns.leaves + inputs[:, None] * ~stays
     # What the region before sends away is still there in the forward pass, and on its way back in the backward pass.
-    needed = waiting_share * waiting + leaving + labels.leaving[:, None] + columns.transient
+    needed = waiting_share * waiting + leaving + labels.leaving[:, None] * ahead + columns.transient
     old, way = np.nonzero(needed <= room_bytes)
-    hidden = columns.compute_seconds * model.copies_overlap
+    hidden = columns.compute_seconds * (model.copies_overlap, model.copies_overlap and ahead)
     not_hidden = sum(np.maximum(0.0, labels.copy_seconds - one) for one in hidden)
     left = leaving[old, way]
     return _Labels(
