@@ -138,6 +138,8 @@ class Auto:
             return
         drafts = [draft for share in WAITING_SHARES for draft in self.search.find(room_bytes, waiting_share=share)]
         drafts.append(draft_of(self.graph, self.smallest.regions))
+        found_here = [one for one in self._smallest if one.draft]  # not another policy's, from which less can be won
+        drafts += [min(found_here, key=lambda one: one.peak_bytes).draft] if found_here else []
         ways = (lambda draft: self._try_out(draft, room_bytes)), (lambda one: one.fits(room_bytes, self.host_bytes))
         pairs = [(draft, place) for draft in dict.fromkeys(drafts) for place in (RECOMPUTE, HOST)[: 1 + (self.host_bytes != 0)]]
         starts = [one for draft, place in pairs if (one := until_it_fits(self.costs, draft, place, *ways))]

@@ -62,13 +62,15 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
 def in_time(costs: StepCosts, timed: Sequence[Region], room_bytes: float) -> list[Region]:
     """Puts off copies back until there is room for them, if need be until they are read."""
     regions, last = list(timed), len(timed) - 1
+    levels = levels_of(costs.graph, regions, 1)
     for full in range(last, 0, -1):
         early = [index for index, region in enumerate(regions[:full]) if any(_is_back(one, full) for one in region.saved)]
-        if not early or levels_of(costs.graph, regions, 1)[2 * last + 1 - full] <= room_bytes:
+        if not early or levels[2 * last + 1 - full] <= room_bytes:
             continue
         for index in early:
             saved = (replace(one, prefetch_at=full - 1) if _is_back(one, full) else one for one in regions[index].saved)
             regions[index] = replace(regions[index], saved=tuple(saved))
+        levels = levels_of(costs.graph, regions, 1)
     return regions
 
 
