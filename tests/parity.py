@@ -47,7 +47,7 @@ def train(
     **compile_options: Any,
 ) -> dict[str, Any]:
     """Trains for two epochs (under XLA: one step) and returns every number that training changes."""
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.config.set_dtype_policy(dtype)
     keras.utils.set_random_seed(7)
     kind = ZOO[name]
@@ -72,6 +72,8 @@ def _fit(model: keras.Model, kind: ZooModel, mode: str, compile_options: dict[st
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     options = {"metrics": kind.metrics} | kind.compile | MODES[mode] | compile_options
     model.compile(optimizer, kind.loss, **options)
+    if not isinstance(model, keras_sn.SNModel):
+        optimizer.build(model.trainable_variables)  # else TensorFlow traces the first step twice
     data = kind.data(np.random.default_rng(1))
     if mode == "xla":
         data = keras.tree.map_structure(lambda array: None if array is None else array[:BATCH], data)

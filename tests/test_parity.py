@@ -26,21 +26,21 @@ POLICIES = {
 RTOL = {"float32": 2e-5, "float64": 1e-12, "mixed_float16": 5e-3, "mixed_bfloat16": 4e-2}
 """Under XLA, and for models of `ROUNDED`; else nothing may differ."""
 QUICK = {("float32", "graph"): ("dict",)}
-OFTEN = {"resnet", "vae"}
 SLOW = {"quantized", "conv_lstm", "recurrent"}
+EACH_POLICY = {("float32", "graph"): ("all", "offload", "superneurons", "dict")}
 MORE_OFTEN = {
-    ("float32", "eager"): ("dict",),
-    ("float32", "graph"): ("all", "offload", "superneurons", "dict"),
-    ("float32", "xla"): ("dict",),
-    ("mixed_float16", "graph"): ("dict",),
+    "resnet": EACH_POLICY | {("float32", "eager"): ("dict",)},
+    "vae": EACH_POLICY | {("float32", "eager"): ("dict",), ("float32", "xla"): ("dict",)},
+    "conv_bn": QUICK | {("float32", "xla"): ("dict",), ("mixed_float16", "graph"): ("dict",)},
 }
-"""What CI runs of the matrix, for most models and for those of `OFTEN`; the rest, and those of `SLOW`, have the mark `full`."""
+"""What CI runs of the matrix, for some models and, in `QUICK`, for the others; the rest, and those of `SLOW`, have the mark
+`full`."""
 ROUNDED = {"inception"}
 """A tensor has four readers in different regions, and their gradients are added in another order (docs/how-it-works.md)."""
 
 
 def _marks(name, mode, dtype, policy):
-    quick = MORE_OFTEN if name in OFTEN else {} if name in SLOW else QUICK
+    quick = {} if name in SLOW else MORE_OFTEN.get(name, QUICK)
     yield pytest.mark.xdist_group(f"{name}-{mode}-{dtype}")
     if policy not in quick.get((dtype, mode), ()):
         yield pytest.mark.full

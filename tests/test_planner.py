@@ -13,7 +13,7 @@ from keras_sn.timing import time_regions
 from keras_sn.trace import trace
 
 
-def _chain(blocks=24, width=64, batch_size=2048):
+def _chain(blocks=8, width=64, batch_size=2048):
     inputs = x = keras.Input((width,))
     for i in range(blocks):
         x = L.ReLU(name=f"block_{i}_relu")(L.BatchNormalization(name=f"block_{i}_bn")(L.Dense(width, name=f"block_{i}_dense")(x)))
@@ -67,7 +67,8 @@ def test_superneurons_sends_checkpoints_away_only_when_memory_is_short(graph):
     assert all(one.prefetch_at is not None for region in tight.regions for one in region.saved if one.tier == HOST)
 
 
-def test_memory_centric_segments_are_recomputed_from_their_checkpoint_for_each_layer_call(graph):
+def test_memory_centric_segments_are_recomputed_from_their_checkpoint_for_each_layer_call():
+    graph = _chain(24)
     speed, memory = (superneurons_regions(graph, strategy=strategy) for strategy in ("speed-centric", "memory-centric"))
     assert len(memory) > len(speed)
     again = [one for region in memory for one in region.saved if one.tier == "recompute"]

@@ -125,7 +125,7 @@ def check_against_all_plans(seed: int, count: int, compiled: bool, with_host: bo
     assert needed <= NEAR * lowest
 
 
-@pytest.mark.parametrize("block", [0, 1, 2])
+@pytest.mark.parametrize("block", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_auto_is_near_the_optimum_of_all_plans(block):
     for case in CASES[block::10]:
         check_against_all_plans(*case)

@@ -174,7 +174,7 @@ def test_masks_reach_recomputed_layers():
     assert_trains_equal(build, lambda model: fit(compiled(model), TOKENS), (RECOMPUTE_EACH, "offload"))
 
 
-@pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("dtype", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.full)])
 def test_mixed_precision(dtype):
     """tf-keras#197: recomputation in another precision than the forward pass."""
 
@@ -227,7 +227,7 @@ def test_frozen_embeddings_and_a_frozen_first_half():
         assert np.array_equal(trained[key], value) == ("frozen" in key), key
 
 
-@pytest.mark.parametrize("uses", [2, 3])
+@pytest.mark.parametrize("uses", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_weight_in_several_regions(uses):
     """pytorch#24005: only one of the gradients of a shared weight arrived."""
 

@@ -122,7 +122,7 @@ def measure(configuration: Configuration) -> Row:
         `device`, `cpus`, `versions` and `commit`.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    if gpus and configuration.memory_bytes is not None:
+    if gpus:
         device.configure_gpu(memory_limit=configuration.memory_bytes)
     row: Row = configuration.row() | {"fits": False, "reason": ""} | provenance()
     try:
