@@ -80,6 +80,7 @@ class _Timeline:
                 if self.made_in.get(tensor) != index or self.is_crossing(tensor, index):
                     self.keepers.setdefault(tensor, index)
         self._replayed: dict[int, int] = {}
+        self._fetched: dict[int, int] = {}
         self.replaying = [0] * self.count
         """By region: what making its forgotten inputs again holds besides them, before its own backward pass begins."""
 
@@ -130,8 +131,11 @@ class _Timeline:
             running = (
                 self.leaving_bytes(own) + max(self.inside_bytes(own)) + sum(self.leaving_bytes(source) for source in sources)
             )
+            # What a chain of replays reads from tiers comes back all at once.
+            fetched = self.graph.nbytes(*(one.tensor for one in self.regions[own].saved if one.is_away))
+            self._fetched[own] = fetched + sum(self._fetched[source] for source in sources)
             self._replayed[own] = max(running, sum(self._replayed[source] for source in sources))
-        return self._replayed[index]
+        return self._replayed[index] + self._fetched[index]
 
     def leaving_bytes(self, index: int) -> int:
         """Bytes of what a region makes for others."""
@@ -155,10 +159,18 @@ class _Timeline:
             peak = max(peak, held + weights + self.gradients[self.graph.position[layer.name]])
             forward = max(forward, inside + (0 if region.recompute else held))
         self.add(forward, index, index)
-        self.add(max(peak, self.replaying[index]), own, own)
+        self.add(max(peak + self.summed_bytes(index), self.replaying[index]), own, own)
         self.add(of_weights[0], own + 1, min(own + 1, 2 * self.count - 1))  # the update runs beside the next backward pass
         if not region.recompute:
             self.add(held, index + 1, own - 1)
+
+    def summed_bytes(self, index: int) -> int:
+        """Gradients that come from later regions and are added to the region's own: XLA writes nothing over what it is given."""
+        if not self.graph.is_compiled:
+            return 0
+        read = {tensor for layer in self.layers[index] for tensor in layer.inputs}
+        made = (tensor for layer in self.layers[index] for tensor in layer.outputs)
+        return self.graph.nbytes(*(tensor for tensor in made if tensor in read and self.is_crossing(tensor, index)))
 
     def is_crossing(self, tensor: str, index: int) -> bool:
         return self.last_reader.get(tensor, index) > index

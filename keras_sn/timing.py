@@ -81,12 +81,15 @@ class _Clock:
         return sum(self.costs.forward[graph.position[name]] for name in names)
 
     def _add_replays(self) -> None:
-        """The forward passes of other regions that a region's backward pass runs again for its saved tensors."""
+        """The forward passes of other regions that a region's backward pass runs again, and waits for their copies."""
         replay: list[float] = []
         for index, region in enumerate(self.regions):
             sources = {self.made_in[one.tensor] for one in region.saved if one.tier == RECOMPUTE}
             needed = sum(replay[source] for source in sources if source < index)
-            replay.append(self.forward[index] + needed)
+            copies = (
+                self.costs.model.transfer_seconds(self.costs.graph.nbytes(one.tensor)) for one in region.saved if one.is_away
+            )
+            replay.append(self.forward[index] + needed + sum(copies))
             self.again[index] += needed
 
     def wait_until(self, time: float) -> None:

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from keras_sn.candidates import in_time
 from keras_sn.cost import CostModel, StepCosts
 from keras_sn.fusion import UNPLANNED_SHARE, as_compiled, fused_gradient_bytes
 from keras_sn.gradients import gradient_bytes
 from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
 from keras_sn.plan import Region, Saved
-from keras_sn.predict import predict
+from keras_sn.predict import levels_of, predict
 from keras_sn.timing import schedule_prefetches, time_regions
 
 MIB = 2**20
@@ -155,3 +156,44 @@ def test_a_replay_costs_its_whole_chain(costs):
     timing = time_regions(costs(), regions)
     assert timing.recompute_seconds == tuple(range(8))
     assert timing.seconds == pytest.approx(16 + sum(range(8)))
+
+
+def test_copies_of_a_replay_are_waited_for_and_are_there_all_at_once(costs):
+    """The fifth region makes `t3` again from `t2`, and that from `t1`, which is on the host; a copy takes half a second."""
+    layers = costs().graph.layers
+    tiers = {1: "host", 2: "host", 3: "recompute", 4: "recompute"}
+    regions = [
+        Region((layer.name,), (Saved(layer.inputs[0], tiers.get(i, "device"), i if tiers.get(i) == "host" else None),))
+        for i, layer in enumerate(layers)
+    ]
+    timing = time_regions(costs(), regions)
+    assert timing.recompute_seconds[:6] == pytest.approx((0, 0, 0, 1.5, 2.5, 0))
+    large = replace(costs().graph, tensors=costs().graph.tensors | {"t1": TensorSpec("t1", (1000,), "float32")})
+    in_backward = levels_of(large, regions, 2)[8:][::-1]
+    assert [nbytes > 4000 for nbytes in in_backward] == [False, True, True, True, True, False, False, False]
+
+
+def test_a_gradient_from_later_regions_is_added_up_in_memory_of_its_own():
+    """`b` is read inside its region and after it, so its gradient arrives and is added to."""
+    graph = graph_of(
+        call("first", "x", "a", ["x"], flops=400, is_costly=True),
+        call("second", "a", "b", ["a"], flops=400, is_costly=True),
+        call("third", "b", "c", ["b"], flops=400, is_costly=True),
+        call("last", "bc", "d", ["b", "c"], flops=400, is_costly=True),
+        sizes={"x": 4, "a": 400, "b": 400, "c": 400, "d": 4},
+    )
+    regions = [Region(("first", "second", "third"), (Saved("x"),)), Region(("last",), (Saved("b"), Saved("c")))]
+    plain, compiled = (levels_of(one, regions, 2)[-1] - 4 for one in (graph, replace(graph, is_compiled=True)))
+    assert compiled == int((1 + UNPLANNED_SHARE) * (plain + 400))
+
+
+def test_copies_come_back_when_there_is_room_for_them(costs):
+    regions = each_away(costs(), 3)
+    early, late = (max(levels_of(costs().graph, one, 1)) for one in (regions, each_away(costs(), 0)))
+    assert late < early
+    assert max(levels_of(costs().graph, in_time(costs(), regions, late), 1)) == late
+    assert in_time(costs(), regions, early) == regions
+    between = (early + late) // 2
+    timed = in_time(costs(), regions, between)
+    assert max(levels_of(costs().graph, timed, 1)) <= between
+    assert timed != in_time(costs(), regions, 0) == each_away(costs(), 0)
