@@ -38,13 +38,15 @@ def grouped_update(optimizer: Any, update: "GroupedUpdate", before_update: Calla
     def apply_gradients(pairs: Any) -> Any:
         pairs = list(pairs)
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
-        with tf.control_dependencies([] if tf.executing_eagerly() else [tf.group(*gradients)]):
+        with tf.control_dependencies([] if tf.executing_eagerly() else gradients):
             before_update()
-        if not is_shareable(optimizer, [variable for _, variable in pairs]):
-            return original(pairs)
-        inner = _inner(optimizer)
-        with keras_internals.replaced_update(inner, lambda *args: update(inner, *args)):
-            return original(pairs)
+        # The iteration count would rise although there is no batch; the last layers' gradients are the first that exist.
+        with tf.control_dependencies([] if tf.executing_eagerly() else gradients[-1:]):
+            if not is_shareable(optimizer, [variable for _, variable in pairs]):
+                return original(pairs)
+            inner = _inner(optimizer)
+            with keras_internals.replaced_update(inner, lambda *args: update(inner, *args)):
+                return original(pairs)
 
     original = optimizer.apply_gradients
     vars(optimizer)["apply_gradients"] = apply_gradients

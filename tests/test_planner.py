@@ -125,7 +125,7 @@ def test_zero_size_tensors():
         assert _plan(graph, policy, budget_bytes=5000).planned_peak_bytes <= 5000
 
 
-@pytest.mark.parametrize("count", [2_000, *(pytest.param(one, marks=pytest.mark.full) for one in (12_000, 100_000))])
+@pytest.mark.parametrize("count", [1_000, *(pytest.param(one, marks=pytest.mark.full) for one in (2_000, 12_000, 100_000))])
 def test_very_many_layer_calls(count):
     tensors, before, layers = {"x": TensorSpec("x", (8, 100), "float32", "input")}, "x", []
     for index in range(count):

