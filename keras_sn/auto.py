@@ -39,7 +39,7 @@ WAITING_SHARES = (1.0, 0.6, 0.3, 0.0)
 
 REPEATED_GRAPH = 300
 """Layer calls; a larger graph is better cut into equal regions, if it has repeated blocks."""
-REGION_COUNTS = (8, 12, 20, 32, 50, 80)
+REGION_COUNTS = (8, 16, 32, 64)
 NEARLY = 0.03
 """Of the seconds: what a plan of equal regions may take longer."""
 
@@ -86,18 +86,21 @@ class Auto:
 
     def cheapest(self, room_bytes: int) -> Candidate | None:
         """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
+        best = self._fastest(room_bytes)
+        return self._of_equal_regions(best, room_bytes) if best and len(self.graph.layers) > REPEATED_GRAPH else best
+
+    def _fastest(self, room_bytes: int) -> Candidate | None:
         tried = [*self._within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
         if self.host_bytes != 0 and self._is_slow(tried, room_bytes):
             tried += self._within(room_bytes, ahead=False)
         found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
         found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
-        alone = self.on_device.cheapest(room_bytes) if self.host_bytes != 0 else None
+        alone = self.on_device._fastest(room_bytes) if self.host_bytes != 0 else None
         found += [alone] if alone else []
         if alone is None:
             found += self._with_less_waiting(room_bytes, found)
         fitting = [one for one in found if one.fits(room_bytes, self.host_bytes)]
-        best = min(fitting or self._of_smallest(room_bytes), key=lambda one: one.seconds, default=None)
-        return self._of_equal_regions(best, room_bytes) if best and len(self.graph.layers) > REPEATED_GRAPH else best
+        return min(fitting or self._of_smallest(room_bytes), key=lambda one: one.seconds, default=None)
 
     def _of_equal_regions(self, best: Candidate, room_bytes: int) -> Candidate:
         """A plan of fewer different regions, which compile sooner, if there is one that is nearly as fast."""

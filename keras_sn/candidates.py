@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft
-from keras_sn.plan import Plan, Region, Saved
+from keras_sn.plan import Plan, Region
 from keras_sn.predict import Prediction, levels_of, predict
 from keras_sn.timing import Timing, schedule_prefetches, time_regions
 
@@ -61,22 +61,27 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
 
 def in_time(costs: StepCosts, timed: Sequence[Region], room_bytes: float) -> list[Region]:
     """Puts off copies back until there is room for them, if need be until they are read."""
-    regions, last = list(timed), len(timed) - 1
-    levels = levels_of(costs.graph, regions, 1)
+    last = len(timed) - 1
+    levels = levels_of(costs.graph, timed, 1)
+    starts = {
+        (index, one.tensor): one.prefetch_at
+        for index, region in enumerate(timed)
+        for one in region.saved
+        if one.is_away and one.prefetch_at is not None
+    }
     for full in range(last, 0, -1):
-        early = [index for index, region in enumerate(regions[:full]) if any(_is_back(one, full) for one in region.saved)]
-        if not early or levels[2 * last + 1 - full] <= room_bytes:
-            continue
-        for index in early:
-            saved = (replace(one, prefetch_at=full - 1) if _is_back(one, full) else one for one in regions[index].saved)
-            regions[index] = replace(regions[index], saved=tuple(saved))
-        levels = levels_of(costs.graph, regions, 1)
-    return regions
-
-
-def _is_back(one: Saved, index: int) -> bool:
-    """Whether a copy has started when the backward pass of a region of this index begins."""
-    return one.is_away and one.prefetch_at is not None and one.prefetch_at >= index
+        if levels[2 * last + 1 - full] > room_bytes:  # a copy that is put off is still there in the next slot
+            starts |= {key: full - 1 for key, start in starts.items() if key[0] < full <= start}
+    return [
+        replace(
+            region,
+            saved=tuple(
+                replace(one, prefetch_at=starts[index, one.tensor]) if (index, one.tensor) in starts else one
+                for one in region.saved
+            ),
+        )
+        for index, region in enumerate(timed)
+    ]
 
 
 def one_ahead(regions: Sequence[Region]) -> list[Region]:
