@@ -38,7 +38,8 @@ def grouped_update(optimizer: Any, update: "GroupedUpdate", before_update: Calla
     def apply_gradients(pairs: Any) -> Any:
         pairs = list(pairs)
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
-        with tf.control_dependencies([] if tf.executing_eagerly() else gradients):
+        # As one operation: else each of thousands of assignments would have an edge from each of thousands of gradients.
+        with tf.control_dependencies([] if tf.executing_eagerly() else [tf.group(*gradients)]):
             before_update()
         # The iteration count would rise although there is no batch; the last layers' gradients are the first that exist.
         with tf.control_dependencies([] if tf.executing_eagerly() else gradients[-1:]):
