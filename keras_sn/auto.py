@@ -135,17 +135,16 @@ class Auto:
 
     def _with_less_waiting(self, room_bytes: int, found: Sequence[Candidate]) -> Iterator[Candidate]:
         """Plans in which tensors between regions wait on the host or nowhere, where the plans found so far are slow."""
-        if not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
-            return
-        if not self._is_slow(found, room_bytes):
+        if not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH or not self._is_slow(found, room_bytes):
             return
         drafts = [draft for share in WAITING_SHARES for draft in self.search.find(room_bytes, waiting_share=share)]
         drafts.append(draft_of(self.graph, self.smallest.regions))
         found_here = [one for one in self._smallest if one.draft]  # not another policy's, from which less can be won
         drafts += [min(found_here, key=lambda one: one.peak_bytes).draft] if found_here else []
         ways = (lambda draft: self._try_out(draft, room_bytes)), (lambda one: one.fits(room_bytes, self.host_bytes))
-        pairs = [(draft, place) for draft in dict.fromkeys(drafts) for place in (RECOMPUTE, HOST)[: 1 + (self.host_bytes != 0)]]
-        starts = [one for draft, place in pairs if (one := until_it_fits(self.costs, draft, place, *ways))]
+        places = (RECOMPUTE,) if self.host_bytes == 0 else (RECOMPUTE, HOST)
+        tried = (until_it_fits(self.costs, draft, place, *ways) for draft in dict.fromkeys(drafts) for place in places)
+        starts = [one for one in tried if one]
         yield from starts
         if starts:
             yield descend(self.costs, min(starts, key=lambda one: one.seconds), *ways)
@@ -156,17 +155,17 @@ class Auto:
 
     def _within(self, room_bytes: int, *, ahead: bool = True) -> Iterator[Candidate]:
         """Drafts whose predicted peaks come close to the room; the search itself knows them only roughly."""
-        room, fits, does_not = float(room_bytes), 0.0, inf
+        room, low, high = float(room_bytes), 0.0, inf
         for _ in range(ROUNDS // (1 + self.is_large)):
             tried = [self._try_out(draft, room_bytes) for draft in self._find(int(room), ahead=ahead)]
             yield from tried
             off = room_bytes - min((one.peak_bytes for one in tried), default=0.95 * room_bytes)
             if tried and 0 <= off < CLOSE * room_bytes:
                 return
-            fits, does_not = (max(fits, room), does_not) if off > 0 else (fits, min(does_not, room))
+            low, high = (max(low, room), high) if off > 0 else (low, min(high, room))
             room += off if off > 0 else 1.5 * off
-            if not fits < room < does_not:
-                room = (fits + does_not) / 2
+            if not low < room < high:
+                room = (low + high) / 2
 
     def _ever_smaller(self) -> Iterator[Candidate]:
         """Drafts for ever smaller rooms, until there are none."""

@@ -9,7 +9,7 @@ from keras_sn.plan import Plan, Region
 from keras_sn.predict import Prediction, levels_of, predict
 from keras_sn.timing import Timing, schedule_prefetches, time_regions
 
-COPY_WINDOWS = (8, 4, 2)
+COPY_WINDOWS = (8, 4, Plan.copy_window)
 """Regions that the forward pass may run ahead of its copies: the more, the less it waits, and the more is on the device."""
 
 

@@ -67,7 +67,8 @@ _known: dict[str, CostModel] = {}
 def measure_cost_model(*, refresh: bool = False) -> CostModel:
     """What the first visible GPU does in a second: measured once and kept for later processes.
 
-    Measuring opens the GPU and takes a few seconds and up to about 400 MiB of its memory.
+    Measuring opens the GPU and takes about half a minute (26 s on an H200, most of it compiling) and up to about 600 MiB of its
+    memory.
 
     Args:
         refresh: Measure again, whatever is known.
@@ -81,7 +82,7 @@ def measure_cost_model(*, refresh: bool = False) -> CostModel:
     key = _key(gpus[0])
     if not refresh and (known := _known.get(key) or _read().get(key)):
         return _known.setdefault(key, known)
-    log.info("measuring the GPU, a few seconds (%s)", key)
+    log.info("measuring the GPU once, about half a minute (%s)", key)
     try:
         _known[key] = measure(Sizes(), "/GPU:0")
         _write(key, _known[key])

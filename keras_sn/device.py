@@ -28,7 +28,7 @@ _HOST_LIMIT_VARIABLE = "TF_GPU_HOST_MEM_LIMIT_IN_MB"
 _MIB = 2**20
 _HOST_SHARE = 0.8
 _FRAGMENTATION = 1e-5
-"""Of a GPU's memory: a megabyte or less. TensorFlow's default of 128 MiB took 5 to 8 % of a budget of 2 to 4 GB on an H200."""
+"""Of a GPU's memory: about a megabyte or less. TensorFlow's 128 MiB took 5 % of U-Net's peak of 4.3 GB (docs/measurements.md)."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc/self")
 _NO_LIMIT_BYTES = 2**60

@@ -1,6 +1,6 @@
-"""The private Keras and TensorFlow names that keras_sn needs, all of them, each with the reason why no public name serves.
+"""The private Keras and TensorFlow names that keras_sn needs, each with the reason why no public name serves.
 
-`symbolic_calls` has the others. `tests/test_keras_internals.py` fails when one of them changes.
+Only `symbolic_calls` has others. `tests/test_keras_internals.py` fails when one of them changes.
 """
 
 import weakref
@@ -353,5 +353,7 @@ def allow_internal_fragmentation(share: float) -> None:
     otherwise in TensorFlow 2; it counts until the devices are opened.
     """
     config = config_pb2.ConfigProto()
+    if (given := context.context()._config) is not None:
+        config.CopyFrom(given)
     config.gpu_options.experimental.internal_fragmentation_fraction = share
     context.context()._config = config

@@ -165,25 +165,6 @@ def test_transfers_are_told_of_one_step():
     ]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["transfers"], "copies are traced on a GPU, and TensorFlow sees none"),
-        (["transfers", "--engines", "torch"], "Received: 'torch'"),
-        (["width", "--memory", "much"], "Received: memory='much'"),
-        (["width", "--steps", "1"], "at least 2 steps"),
-        (["width", "--first", "9", "--largest", "8"], "1 <= first <= largest"),
-        (["width", "--networks", "lenet"], "invalid choice: 'lenet'"),
-        (["startup", "--rounds", "0"], "Received: --rounds 0"),
-    ],
-)
-def test_bad_arguments_are_refused(argv, message, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        command_line.main(argv)
-    assert exit_info.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 # --- plots
 
 

@@ -103,6 +103,13 @@ def test_depth_writes_its_files(tmp_path, monkeypatch, capsys):
         (["speed", "--steps", "1"], "Received: --steps 1"),
         (["predictions", "--shares", "1.5"], "Received: {"),
         (["predictions", "--networks", "lenet"], "invalid choice: 'lenet'"),
+        (["transfers"], "copies are traced on a GPU, and TensorFlow sees none"),
+        (["transfers", "--engines", "torch"], "Received: 'torch'"),
+        (["width", "--memory", "much"], "Received: memory='much'"),
+        (["width", "--steps", "1"], "at least 2 steps"),
+        (["width", "--first", "9", "--largest", "8"], "1 <= first <= largest"),
+        (["width", "--networks", "lenet"], "invalid choice: 'lenet'"),
+        (["startup", "--rounds", "0"], "Received: --rounds 0"),
     ],
 )
 def test_bad_arguments_are_refused(argv, message, capsys):

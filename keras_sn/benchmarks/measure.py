@@ -122,8 +122,7 @@ def measure(configuration: Configuration) -> Row:
         `device`, `cpus`, `versions` and `commit`.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
-        device.configure_gpu(memory_limit=configuration.memory_bytes)
+    device.configure_gpu(memory_limit=configuration.memory_bytes)
     row: Row = configuration.row() | {"fits": False, "reason": ""} | provenance()
     try:
         model = _build(configuration)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from keras_sn.benchmarks import measure
 from keras_sn.benchmarks.measure import Configuration, Row
-from keras_sn.benchmarks.reports import say_written, write
+from keras_sn.benchmarks.reports import new_table, say_written, write
 from keras_sn.sizes import format_bytes
 
 
@@ -103,10 +103,8 @@ def with_errors(row: Row, *, has_gpu: bool) -> Row:
 
 def table(rows: Sequence[Row], title: str, *, has_gpu: bool) -> Table:
     """One line a row; without a GPU no seconds, since the planner's are constants there."""
-    shown = Table(title=title)
-    columns = ["network", "budget", "planned", "measured", "off by"] + ["planned s", "measured s", "off by"] * has_gpu
-    for column in columns:
-        shown.add_column(column, justify="left" if column == "network" else "right")
+    numbers = ["budget", "planned", "measured", "off by"] + ["planned s", "measured s", "off by"] * has_gpu
+    shown = new_table(title, ["network"], numbers)
     for row in rows:
         budget = format_bytes(row["budget_bytes"]) if row["budget_bytes"] else "plain Keras"
         if not row["fits"]:

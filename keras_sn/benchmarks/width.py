@@ -1,8 +1,7 @@
 """The widest batch that trains under a memory cap, plain Keras beside `SNModel`, with the images a second at that batch.
 
 Follows table 5 of Wang et al. 2018 (SuperNeurons): a 12 GiB card. Every point is real training steps in a process of its own.
-Out: a table,
-`width.json` and `width.png`.
+Out: a table, `width.json` and `width.png`.
 """
 
 from collections.abc import Callable, Sequence
