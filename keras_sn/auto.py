@@ -1,14 +1,14 @@
 """`policy="auto"`: of all plans that fit, the one predicted to take the fewest seconds. `"recompute"` is one of them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
-from keras_sn.candidates import Candidate, evaluate
+from keras_sn.candidates import Candidate, evaluate, from_draft
 from keras_sn.cost import StepCosts
 from keras_sn.cuts import held_bytes
-from keras_sn.drafts import Draft, draft_of, regions_of
+from keras_sn.drafts import Draft, draft_of
 from keras_sn.forgetting import descend, until_it_fits
 from keras_sn.graph import LayerGraph
 from keras_sn.improve import improve, simple_drafts
@@ -100,7 +100,11 @@ class Auto:
         if alone is None:
             found += self._with_less_waiting(room_bytes, found)
         fitting = [one for one in found if one.fits(room_bytes, self.host_bytes)]
-        return min(fitting or self._of_smallest(room_bytes), key=lambda one: one.seconds, default=None)
+        is_tiny = len(self.graph.layers) <= TINY_GRAPH
+        looks_at_small = is_tiny or (alone is None and len(self.graph.layers) <= FORGETFUL_GRAPH)
+        if not fitting or (looks_at_small and self._is_slow(fitting, room_bytes)):
+            fitting += self._of_smallest(room_bytes)
+        return min(fitting, key=lambda one: one.seconds, default=None)
 
     def _of_equal_regions(self, best: Candidate, room_bytes: int) -> Candidate:
         """A plan of fewer different regions, which compile sooner, if there is one that is nearly as fast."""
@@ -196,8 +200,7 @@ class Auto:
 
     def _try_out(self, draft: Draft, room_bytes: float) -> Candidate:
         if (draft, room_bytes) not in self._tried:
-            found = evaluate(self.costs, regions_of(self.graph, draft), room_bytes)
-            self._tried[draft, room_bytes] = replace(found, draft=draft)
+            self._tried[draft, room_bytes] = from_draft(self.costs, draft, room_bytes)
         return self._tried[draft, room_bytes]
 
     def _improved(self, tried: Sequence[Candidate], room_bytes: float, rank: Callable[[Candidate], tuple]) -> list[Candidate]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from keras_sn.cost import StepCosts
-from keras_sn.drafts import Draft
+from keras_sn.drafts import Draft, regions_of
 from keras_sn.plan import Plan, Region
 from keras_sn.predict import Prediction, levels_of, predict
 from keras_sn.timing import Timing, schedule_prefetches, time_regions
@@ -57,6 +57,18 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
         tight = min(as_given(costs, timed, 1), as_given(costs, one_ahead(regions), 1), key=lambda one: one.peak_bytes)
     wider = (as_given(costs, tight.regions, window) for window in COPY_WINDOWS)
     return next((one for one in wider if one.peak_bytes <= room_bytes), tight)
+
+
+def from_draft(costs: StepCosts, draft: Draft, room_bytes: float) -> Candidate:
+    """The candidate of a draft; where there is no room for it, XLA's regions do not keep their own outputs for themselves."""
+    found = evaluate(costs, regions_of(costs.graph, draft), room_bytes)
+    if not costs.graph.is_compiled or found.peak_bytes <= room_bytes:
+        return replace(found, draft=draft)
+    levels = levels_of(costs.graph, found.regions, found.copy_window)[: len(draft.ends) - 1 : -1]
+    full = (end for end, level in zip(draft.ends, levels, strict=True) if level > room_bytes)
+    smaller = replace(draft, remade=frozenset(full))
+    candidate = evaluate(costs, regions_of(costs.graph, smaller), room_bytes)
+    return replace(candidate, draft=smaller) if candidate.peak_bytes < found.peak_bytes else replace(found, draft=draft)
 
 
 def in_time(costs: StepCosts, timed: Sequence[Region], room_bytes: float) -> list[Region]:

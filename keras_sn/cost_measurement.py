@@ -103,9 +103,10 @@ def measure(sizes: Sizes, device: str) -> CostModel:
             launch_seconds=launch_seconds(sizes),
             convolution_rates=tuple((one.channels * one.kernel**2, convolution_rate(one, sizes)) for one in sizes.convolutions),
             matrix_rates=matrix_rates,
-            # Read off the traces of three networks' steps. What small functions take is several times that.
+            # Read off the traces of four networks' steps. What small functions take is several times that.
             host_seconds_per_step=ON_GPU.host_seconds_per_step,
             host_seconds_per_variable=ON_GPU.host_seconds_per_variable,
+            host_seconds_per_kernel=ON_GPU.host_seconds_per_kernel,
         )
 
 
@@ -229,7 +230,9 @@ def _file() -> Path:
 
 def _read() -> dict[str, CostModel]:
     try:
-        return {key: CostModel(**_in_tuples(entry)) for key, entry in json.loads(_file().read_text(encoding="utf-8")).items()}
+        entries = json.loads(_file().read_text(encoding="utf-8")).items()
+        # One that lacks a number is of another version of this library, and is measured anew.
+        return {key: CostModel(**_in_tuples(entry)) for key, entry in entries if entry.keys() >= asdict(ON_GPU).keys()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         log.debug("no cost models in %s: %s", _file(), error)
         return {}

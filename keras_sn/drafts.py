@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from keras_sn.backward_memory import virtual_inside
 from keras_sn.cuts import runs
 from keras_sn.graph import LayerCall, LayerGraph
 from keras_sn.plan import DEVICE, HOST, Region, Saved
@@ -26,11 +27,14 @@ class Draft:
     """Tensors that go to the host if they wait."""
     forgotten: frozenset[str] = frozenset()
     """Tensors that wait nowhere: for the backward pass of a region that reads one, the region that makes it runs again."""
+    remade: frozenset[int] = frozenset()
+    """Those of `ends` whose regions do not keep outputs of theirs for themselves that XLA makes again at almost no cost."""
 
 
 def joined(draft: Draft, end: int) -> Draft:
     """Without the cut behind this position."""
-    return replace(draft, ends=tuple(one for one in draft.ends if one != end), kept=draft.kept - {end})
+    ends = tuple(one for one in draft.ends if one != end)
+    return replace(draft, ends=ends, kept=draft.kept - {end}, remade=draft.remade - {end})
 
 
 def with_place(draft: Draft, tensor: str, place: str) -> Draft:
@@ -106,12 +110,13 @@ def _wanted_inside(graph: LayerGraph, run: range, draft: Draft) -> Iterator[tupl
         return
     needed = {tensor for position in run for tensor in graph.layers[position].saved_for_backward}
     virtual = graph.virtual
+    remade = virtual_inside(graph.layers[run.start : run.stop]) if run[-1] in draft.remade else frozenset()
     for position in reversed(run):
         layer = graph.layers[position]
         again = layer.internal_bytes > 0
         for tensor in layer.outputs:
             if tensor in needed:
-                is_crossing = graph.last_use.get(tensor, -1) > run[-1]
+                is_crossing = graph.last_use.get(tensor, -1) > run[-1] and tensor not in remade
                 is_own = tensor in draft.saved and (is_crossing or tensor not in virtual)
                 again = again or not (is_crossing or is_own)
                 if is_crossing or is_own:

@@ -4,7 +4,6 @@ Compared with XLA's own buffer assignments on an H200 (docs/measurements.md).
 """
 
 from dataclasses import replace
-from itertools import accumulate
 
 from keras_sn.graph import LayerCall, LayerGraph
 
@@ -26,29 +25,3 @@ def _fused(graph: LayerGraph, layer: LayerCall) -> LayerCall:
     if is_derived and not layer.draws and not reads:
         reads = tuple(tensor for tensor in layer.inputs if graph.tensors[tensor].is_differentiable)
     return replace(layer, internal_bytes=held_bytes, saved_for_backward=reads)
-
-
-def fused_gradient_bytes(graph: LayerGraph) -> list[int]:
-    """By position: what backward steps that are fused with later ones still hold.
-
-    The gradient of an activation is not written; the step before it in the forward pass, which makes the next gradient in memory,
-    reads the activation's output again.
-    """
-    change = [0] * (len(graph.layers) + 1)
-    if graph.is_compiled:
-        for position, layer in enumerate(graph.layers):
-            kept = [tensor for tensor in layer.outputs if tensor in layer.saved_for_backward]
-            if layer.is_fusible and kept and (start := _chain_start(graph, position)) < position:
-                change[start] += graph.nbytes(*kept)
-                change[position] -= graph.nbytes(*kept)
-    return list(accumulate(change[:-1]))
-
-
-def _chain_start(graph: LayerGraph, position: int) -> int:
-    """The position of the first of the fusible layer calls that lead to this one without another reader in between."""
-    while True:
-        made = [graph.producer[t] for t in graph.layers[position].inputs if t in graph.producer and len(graph.readers[t]) == 1]
-        before = [one for one in made if graph.layers[one].is_fusible]
-        if not before:
-            return position
-        position = max(before)

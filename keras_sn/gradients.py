@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
-from keras_sn.fusion import fused_gradient_bytes
+from keras_sn.backward_memory import gradient_levels
 from keras_sn.graph import LayerCall, LayerGraph
 
 _KNOWN: "WeakKeyDictionary[LayerGraph, tuple[int, ...]]" = WeakKeyDictionary()
@@ -24,11 +24,13 @@ def gradient_bytes(graph: LayerGraph) -> tuple[int, ...]:
     then they are their region's (`LayerGraph.updates_in_backward`). What the user feeds has none.
     """
     if graph not in _KNOWN:
-        _KNOWN[graph] = _gradient_bytes(graph)
+        of_weights = [0] * len(graph.layers) if graph.updates_in_backward else until_the_end(graph.layers)
+        of_activations = gradient_levels(graph) if graph.is_compiled else _of_activations(graph)
+        _KNOWN[graph] = tuple(map(sum, zip(of_activations, of_weights, strict=True)))
     return _KNOWN[graph]
 
 
-def _gradient_bytes(graph: LayerGraph) -> tuple[int, ...]:
+def _of_activations(graph: LayerGraph) -> list[int]:
     count = len(graph.layers)
     buffers = _Buffers()
     for tensor in graph.outputs:
@@ -56,8 +58,7 @@ def _gradient_bytes(graph: LayerGraph) -> tuple[int, ...]:
     for first, last, nbytes in zip(buffers.first, buffers.last, buffers.nbytes, strict=True):
         change[first] += nbytes
         change[last + 1] -= nbytes
-    of_weights = [0] * count if graph.updates_in_backward else until_the_end(graph.layers)
-    return tuple(map(sum, zip(accumulate(change[:-1]), of_weights, fused_gradient_bytes(graph), strict=True)))
+    return list(accumulate(change[:-1]))
 
 
 def until_the_end(layers: Sequence[LayerCall]) -> list[int]:

@@ -98,22 +98,40 @@ class Rerun:
     names: tuple[str, ...]
     """Its outputs."""
     function: RegionFunction
-    fetch: Callable[[Any], tuple[list[Any], list[Any]]]
+    fetch: "Fetch"
     masks: list[Any]
     trainable: list[Any]
     state: list[Any]
 
-    def forward(self, gate: Any) -> dict[str, Any]:
-        """The region's outputs by name, made again once the tensor `gate` exists."""
-        inputs, _ = self.fetch(gate)
-        with tf.control_dependencies([gate]):
-            result = self.function.forward(inputs, self.masks, self.trainable, self.state)
-        return dict(zip(self.names, result.outputs, strict=True))
+    def fetch_for_backward(self, gate: Any) -> tuple[list[Any], list[Any]]:
+        """The region's inputs, and what it has saved inside, once the tensor `gate` exists."""
+        return self.fetch(Replays(gate))
 
 
-def save(
-    one_pass: Pass, index: int, region: Region, body: RegionBody, inputs: list[Any], result: RegionResult
-) -> Callable[[Any], tuple[list[Any], list[Any]]]:
+@dataclass(eq=False)
+class Replays:
+    """What runs again before one region's backward pass: each region once, and one after the other, which takes less memory."""
+
+    gate: Any
+    """A tensor; what begins waits until it exists."""
+    _made: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By the identity of a rerun, its outputs by name."""
+
+    def output(self, rerun: Rerun, name: str) -> Any:
+        """One of a region's outputs, made again."""
+        if id(rerun) not in self._made:
+            inputs, _ = rerun.fetch(self)
+            with tf.control_dependencies([self.gate]):
+                result = rerun.function.forward(inputs, rerun.masks, rerun.trainable, rerun.state)
+            self._made[id(rerun)] = dict(zip(rerun.names, result.outputs, strict=True))
+            self.gate = result.outputs[0]
+        return self._made[id(rerun)][name]
+
+
+Fetch = Callable[[Replays], tuple[list[Any], list[Any]]]
+
+
+def save(one_pass: Pass, index: int, region: Region, body: RegionBody, inputs: list[Any], result: RegionResult) -> Fetch:
     """Puts what the region saves where the plan says; returns the function that fetches it for the backward pass.
 
     Only what the returned function holds stays alive until then.
@@ -132,19 +150,15 @@ def save(
     stored = {name: one_pass.in_tier.get(name, value) for name, value in values.items() if name not in replays}
     started = one_pass.started
 
-    def fetch(gate: Any) -> tuple[list[Any], list[Any]]:
-        again: dict[str, Any] = {}
-
+    def fetch(again: Replays) -> tuple[list[Any], list[Any]]:
         def back(name: str) -> Any:
             if name in replays:
-                if name not in again:
-                    again.update(replays[name].forward(gate))
-                return again[name]
+                return again.output(replays[name], name)
             if name not in in_tier:
                 return stored[name]
-            after = started.get(places[name].prefetch_at, gate)
-            if one_pass.mode != EAGER and after.graph is not gate.graph:
-                after = gate  # of another backward pass, as of a loop
+            after = started.get(places[name].prefetch_at, again.gate)
+            if one_pass.mode != EAGER and after.graph is not again.gate.graph:
+                after = again.gate  # of another backward pass, as of a loop
             return one_pass.fetch(places[name].tier, name, stored[name], after)
 
         return [back(name) for name in names_inputs], [back(name) for name in names_inside]

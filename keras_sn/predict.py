@@ -6,12 +6,15 @@ occupies the slots in which it is on the device; what a region needs only while 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
+from keras_sn.backward_memory import known_backward_memory
 from keras_sn.fusion import UNPLANNED_SHARE
 from keras_sn.gradients import gradient_bytes, until_the_end
 from keras_sn.graph import LayerCall, LayerGraph
 from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
+from keras_sn.replays import ReplayBytes
 from keras_sn.steps import RECOMPUTE
 
 
@@ -79,10 +82,7 @@ class _Timeline:
             for tensor in self.read[index]:
                 if self.made_in.get(tensor) != index or self.is_crossing(tensor, index):
                     self.keepers.setdefault(tensor, index)
-        self._replayed: dict[int, int] = {}
-        self._fetched: dict[int, int] = {}
-        self.replaying = [0] * self.count
-        """By region: what making its forgotten inputs again holds besides them, before its own backward pass begins."""
+        self.replays = ReplayBytes(regions, self.made_in, graph.nbytes, self.forward_bytes)
 
     def backward(self, region: int) -> int:
         return 2 * self.count - 1 - region
@@ -115,36 +115,16 @@ class _Timeline:
         """A tensor that comes back for the backward pass of one region."""
         start = index if one.tier == RECOMPUTE or one.prefetch_at is None else min(one.prefetch_at, self.count - 1)
         self.add(nbytes, self.backward(start), self.backward(index))
-        if one.tier == RECOMPUTE:
-            self.replaying[index] += self.replay_bytes(self.made_in[tensor]) - nbytes
 
-    def replay_bytes(self, index: int) -> int:
-        """What running a region's forward pass again holds at most, when it runs or when inputs of it are made again."""
-        pending = [index]
-        while pending:  # a chain of replays may be as long as the model
-            recomputed_inputs = (one.tensor for one in self.regions[pending[-1]].saved if one.tier == RECOMPUTE)
-            sources = {self.made_in[tensor] for tensor in recomputed_inputs} - {pending[-1]}
-            if waiting := [source for source in sources if source not in self._replayed]:
-                pending.extend(waiting)
-                continue
-            own = pending.pop()
-            running = (
-                self.leaving_bytes(own) + max(self.inside_bytes(own)) + sum(self.leaving_bytes(source) for source in sources)
-            )
-            # What a chain of replays reads from tiers comes back all at once.
-            fetched = self.graph.nbytes(*(one.tensor for one in self.regions[own].saved if one.is_away))
-            self._fetched[own] = fetched + sum(self._fetched[source] for source in sources)
-            self._replayed[own] = max(running, sum(self._replayed[source] for source in sources))
-        return self._replayed[index] + self._fetched[index]
-
-    def leaving_bytes(self, index: int) -> int:
-        """Bytes of what a region makes for others."""
-        return self.graph.nbytes(*(t for layer in self.layers[index] for t in layer.outputs if self.is_crossing(t, index)))
+    def forward_bytes(self, index: int) -> int:
+        """What a region's forward pass holds at most besides what it reads, with what it makes for others."""
+        leaving = (t for layer in self.layers[index] for t in layer.outputs if self.is_crossing(t, index))
+        return self.graph.nbytes(*leaving) + max(self.inside_bytes(index))
 
     def inside_bytes(self, index: int) -> list[int]:
         """By layer call of a region: what it reads and writes that does not leave the region, and that nothing holds longer."""
         layers, held = self.layers[index], set() if self.regions[index].recompute else self.read[index]
-        inside = {t for layer in layers for t in layer.outputs if not self.is_crossing(t, index)} - held
+        inside = {t for layer in layers for t in layer.outputs if not self.is_crossing(t, index)} - held - self.virtual
         return [self.graph.nbytes(*(t for t in (*layer.inputs, *layer.outputs) if t in inside)) for layer in layers]
 
     def add_private(self, index: int) -> None:
@@ -158,19 +138,41 @@ class _Timeline:
             held += layer.internal_bytes + self.graph.nbytes(*own_outputs)
             peak = max(peak, held + weights + self.gradients[self.graph.position[layer.name]])
             forward = max(forward, inside + (0 if region.recompute else held))
+        replaying = self.replays.most(index) - self.graph.nbytes(*self.replays.forgotten[index])
+        if self.graph.is_compiled:
+            peak, given = self.compiled_bytes(index)
+            replaying += given
         self.add(forward, index, index)
-        self.add(max(peak + self.summed_bytes(index), self.replaying[index]), own, own)
+        self.add(max(peak, replaying), own, own)
         self.add(of_weights[0], own + 1, min(own + 1, 2 * self.count - 1))  # the update runs beside the next backward pass
         if not region.recompute:
             self.add(held, index + 1, own - 1)
 
-    def summed_bytes(self, index: int) -> int:
-        """Gradients that come from later regions and are added to the region's own: XLA writes nothing over what it is given."""
-        if not self.graph.is_compiled:
-            return 0
-        read = {tensor for layer in self.layers[index] for tensor in layer.inputs}
-        made = (tensor for layer in self.layers[index] for tensor in layer.outputs)
-        return self.graph.nbytes(*(tensor for tensor in made if tensor in read and self.is_crossing(tensor, index)))
+    def compiled_bytes(self, index: int) -> tuple[int, int]:
+        """What XLA's backward function of a region holds with all gradients that are there, and those that it is given."""
+        region, graph = self.regions[index], self.graph
+        memory = known_backward_memory(graph, region)
+        others = self.passing_gradients[index]
+        if not graph.updates_in_backward:
+            others += sum(layer.weight_bytes for layers in self.layers[index + 1 :] for layer in layers)
+        of_weights = memory.of_weights * (region.recompute or not graph.updates_in_backward)
+        return memory.inside + memory.given + memory.returned + of_weights + others, memory.given + others
+
+    @cached_property
+    def passing_gradients(self) -> list[int]:
+        """By region: gradients of tensors that earlier regions make and later ones read, and it does not."""
+        change = [0] * (self.count + 1)
+        read = [{t for layer in layers for t in layer.inputs} for layers in self.layers]
+        for tensor, made in self.made_in.items():
+            last = self.last_reader.get(tensor, made)
+            if last > made + 1 and self.graph.tensors[tensor].is_differentiable:
+                nbytes = self.graph.nbytes(tensor)
+                change[made + 1] += nbytes
+                change[last] -= nbytes
+                for index in (index for index in range(made + 1, last) if tensor in read[index]):
+                    change[index] -= nbytes
+                    change[index + 1] += nbytes
+        return list(accumulate(change[:-1]))
 
     def is_crossing(self, tensor: str, index: int) -> bool:
         return self.last_reader.get(tensor, index) > index

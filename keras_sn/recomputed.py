@@ -131,7 +131,7 @@ class _Backward:
         if self.one_pass.mode != EAGER:  # eager steps run in order, and a gate would only keep its tensor alive
             self.one_pass.started[self.index] = gate
         rerun = self.rerun
-        inputs, inside = rerun.fetch(gate)
+        inputs, inside = rerun.fetch_for_backward(gate)
         if self.one_pass.ties and self.one_pass.mode != EAGER:
             inputs = [_tied(x, gate) for x in inputs]
         first = len(real) - len(self.passed_on)

@@ -23,6 +23,10 @@ MAX_LABELS = 32
 """Labels at a cut, for each of: the last region sends nothing to the host, or something."""
 
 
+FORGOTTEN_TIMES = 4
+"""What waits nowhere is taken to cost, in times of making it again: what it is made from is often forgotten, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One region, as the search sees it."""
@@ -54,6 +58,11 @@ class RegionSearch:
         costs = self.spans.costs
         return np.array([np.concatenate([[0.0], np.cumsum(row)]) for row in (costs.forward, costs.backward)])
 
+    @cached_property
+    def seconds_per_byte(self) -> float:
+        """Of making an activation again, on average."""
+        return sum(self.spans.costs.forward) / (1 + sum(self.spans.nbytes.values()))
+
     def find(
         self,
         room_bytes: int,
@@ -69,12 +78,15 @@ class RegionSearch:
             room_bytes: What activations and their gradients may take on the device.
             seconds_per_host_byte: What a byte on the host costs, beyond the time of its copies.
             count: How many alternatives are wanted.
-            waiting_share: How much of what waits is counted; less than 1 if some of it will be forgotten.
+            waiting_share: How much is counted of what waits between regions; less than 1 if some of it will be forgotten.
             ahead: Whether copies come back while the region before computes, which takes more memory, or the device waits.
         """
         labels, model = [_Labels.first()], self.spans.costs.model  # by boundary plus one
+        price = FORGOTTEN_TIMES * (1 - waiting_share) * self.seconds_per_byte
         for spans in self.columns:
-            grown = [_grow(labels[columns.before + 1], columns, room_bytes, model, waiting_share, ahead) for columns in spans]
+            grown = [
+                _grow(labels[columns.before + 1], columns, room_bytes, model, waiting_share, price, ahead) for columns in spans
+            ]
             labels.append(_Labels.best(grown, seconds_per_host_byte))
         final = labels[-1]
         order = np.argsort(final.seconds + 2 * final.copy_seconds + seconds_per_host_byte * final.host_bytes, kind="stable")
@@ -192,17 +204,27 @@ class _Columns:
     """Of the layer calls, forward and backward: what copies of the region before can hide behind."""
 
 
-def _grow(labels: _Labels, columns: _Columns, room_bytes: float, model: CostModel, waiting_share: float, ahead: bool) -> _Labels:
+def _grow(
+    labels: _Labels,
+    columns: _Columns,
+    room_bytes: float,
+    model: CostModel,
+    waiting_share: float,
+    seconds_per_forgotten_byte: float,
+    ahead: bool,
+) -> _Labels:
     """All labels that come of adding one span, in each of its ways, to each label, and that fit."""
     inputs = np.full(len(labels.start), float(columns.span.input_bytes))
     for producer, reader, nbytes in columns.span.read_before:
         is_saved = (producer < labels.start) & (labels.start <= reader)  # by the region before, which reads it
         inputs += nbytes * ~is_saved
     stays = columns.ways[:, 1] == STAY
-    waiting = labels.waiting[:, None] + columns.waits + inputs[:, None] * stays
+    staying = inputs[:, None] * stays
+    waiting = labels.waiting[:, None] + columns.waits + waiting_share * staying
     leaving = columns.leaves + inputs[:, None] * ~stays
     # What the region before sends away is still there in the forward pass, and on its way back in the backward pass.
-    needed = waiting_share * waiting + leaving + labels.leaving[:, None] * ahead + columns.transient
+    own = columns.waits + staying + columns.transient
+    needed = labels.waiting[:, None] + own + leaving + labels.leaving[:, None] * ahead
     old, way = np.nonzero(needed <= room_bytes)
     hidden = columns.compute_seconds * (model.copies_overlap, model.copies_overlap and ahead)
     not_hidden = sum(np.maximum(0.0, labels.copy_seconds - one) for one in hidden)
@@ -211,7 +233,7 @@ def _grow(labels: _Labels, columns: _Columns, room_bytes: float, model: CostMode
         waiting[old, way],
         left,
         np.where(left > 0, model.transfer_seconds(left), 0.0),
-        (labels.seconds + not_hidden)[old] + columns.seconds[way],
+        (labels.seconds + not_hidden)[old] + columns.seconds[way] + (seconds_per_forgotten_byte * staying)[old, way],
         labels.host_bytes[old] + left,
         np.full(len(old), float(columns.span.first)),
         np.column_stack([np.full(len(old), columns.before), old, columns.ways[way]]),

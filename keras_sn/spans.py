@@ -136,10 +136,12 @@ class _Scan:
     def __init__(self, of: SpanCosts, last: int):
         self.of, self.last, self.first = of, last, last + 1
         self.read: set[str] = set()
+        self.written: set[str] = set()
+        """What layer calls read that are not fusible."""
         self.levels = [_Level() for _ in SAVED_SHARES]
         self.inputs: set[str] = set()
         self.kept_bytes = 0
-        self.internal_bytes = self.largest_gradients = self.largest_inside = self.weight_bytes = 0
+        self.internal_bytes = self.largest_gradients = self.largest_inside = self.weight_bytes = self.given_bytes = 0
         self.gradients = gradient_bytes(of.graph)
 
     def add(self) -> None:
@@ -147,14 +149,19 @@ class _Scan:
         layer = self.of.graph.layers[self.first]
         self.weight_bytes += layer.weight_bytes * self.of.graph.updates_in_backward
         self.read.update(layer.saved_for_backward)
-        if not self.of.graph.virtual.isdisjoint(layer.outputs) and not self.read.isdisjoint(layer.outputs):
+        self.written.update(layer.inputs if not layer.is_fusible else ())
+        if any(tensor in self.read and self.is_virtual(tensor, layer) for tensor in layer.outputs):
             self.read.update(layer.inputs)  # who reads a tensor that is never written reads what it is made of
         self.add_inputs(layer)
         for level_index, level in enumerate(self.levels):
             self.add_to_level(level, level_index, layer)
         nbytes = self.of.nbytes
-        inside = sum(nbytes[t] for t in layer.outputs if self.of.graph.last_use.get(t, -1) <= self.last)
-        self.largest_inside = max(self.largest_inside, inside + sum(nbytes.get(t, 0) for t in layer.inputs))
+        virtual, last_use = self.of.graph.virtual, self.of.graph.last_use
+        inside = sum(nbytes[t] for t in layer.outputs if last_use.get(t, -1) <= self.last and t not in virtual)
+        read = sum(nbytes.get(t, 0) for t in layer.inputs if t not in virtual)
+        self.largest_inside = max(self.largest_inside, inside + read)
+        crossing = (t for t in layer.outputs if self.of.graph.last_use.get(t, -1) > self.last and self.of.graph.is_compiled)
+        self.given_bytes += sum(nbytes[t] for t in crossing if self.of.graph.tensors[t].is_differentiable)
         self.largest_gradients = max(self.largest_gradients, self.gradients[self.first] + self.weight_bytes)
         self.internal_bytes += layer.internal_bytes
 
@@ -169,9 +176,9 @@ class _Scan:
         for tensor in layer.outputs:
             if tensor not in self.read and tensor not in level.needed:
                 continue
-            if last_use.get(tensor, -1) > self.last:
+            if last_use.get(tensor, -1) > self.last and not self.is_virtual(tensor, layer):
                 held += nbytes[tensor]  # a later region saves it as its input, so it is there
-            elif tensor in self.of.graph.virtual:
+            elif self.is_virtual(tensor, layer):
                 again = True
             elif is_saved:
                 level.saved_bytes += nbytes[tensor]
@@ -184,10 +191,15 @@ class _Scan:
             level.seconds += self.of.costs.forward[self.first]
             level.needed.update(layer.inputs)
 
+    def is_virtual(self, tensor: str, layer: LayerCall) -> bool:
+        """Whether XLA computes a layer call's output where it is read in the span, and never writes it there."""
+        return self.of.graph.is_compiled and layer.is_fusible and tensor not in self.written
+
     def span(self) -> Span:
         overhead = self.of.costs.region_seconds
-        options = [
-            Option(index, one.saved_bytes, one.backward_bytes, one.seconds + overhead) for index, one in enumerate(self.levels)
+        options = [  # XLA writes nothing over the gradients that its function is given
+            Option(index, one.saved_bytes, one.backward_bytes + self.given_bytes, one.seconds + overhead)
+            for index, one in enumerate(self.levels)
         ]
         if not self.of.graph.is_compiled:
             options.append(Option(KEEP, self.kept_bytes + self.internal_bytes, self.largest_gradients, 0.0))

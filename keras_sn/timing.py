@@ -12,7 +12,7 @@ from itertools import accumulate
 from keras_sn.cost import StepCosts
 from keras_sn.plan import Plan, Region
 from keras_sn.predict import recomputed
-from keras_sn.steps import RECOMPUTE
+from keras_sn.replays import sources_of, totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,9 @@ def time_regions(costs: StepCosts, regions: Sequence[Region], copy_window: int =
     clock = _Clock(costs, regions)
     clock.run_forward(copy_window)
     clock.run_backward()
-    return Timing(clock.now, tuple(clock.again), clock.stalled)
+    # The host starts one kernel after the other and runs ahead of the device, if that leaves it the time.
+    started = clock.kernels * costs.model.host_seconds_per_kernel
+    return Timing(max(clock.now, started), tuple(clock.again), clock.stalled)
 
 
 def schedule_prefetches(costs: StepCosts, regions: Sequence[Region]) -> list[Region]:
@@ -67,30 +69,32 @@ class _Clock:
         self.forward = [more + sum(costs.forward[p] for p in one) for more, one in zip(overhead, places, strict=True)]
         self.backward = [more + sum(costs.backward[p] for p in one) for more, one in zip(overhead, places, strict=True)]
         self.made_in = {t: index for index, one in enumerate(places) for place in one for t in graph.layers[place].outputs}
-        self.again = [self._again(index) for index in range(len(regions))]
+        again = [self._places_again(index) for index in range(len(regions))]
+        self.again = [sum(costs.forward[place] for place in one) for one in again]
+        self.forward_kernels = [sum(costs.kernels[place][0] for place in one) for one in places]
+        self.kernels = sum(map(sum, costs.kernels)) + sum(costs.kernels[place][0] for one in again for place in one)
         self._add_replays()
         self.now = self.stalled = self.link_free_at = 0.0
 
-    def _again(self, index: int) -> float:
-        """Seconds of the layer calls that a region runs again inside its backward function."""
+    def _places_again(self, index: int) -> list[int]:
+        """The layer calls that a region runs again inside its backward function."""
         region, graph = self.regions[index], self.costs.graph
         if not region.recompute:
-            return 0.0
+            return []
         layers = graph.layers_named(region.layers)
         _, names = recomputed(layers, {one.tensor for one in region.saved})
-        return sum(self.costs.forward[graph.position[name]] for name in names)
+        return [graph.position[name] for name in names]
 
     def _add_replays(self) -> None:
-        """The forward passes of other regions that a region's backward pass runs again, and waits for their copies."""
-        replay: list[float] = []
-        for index, region in enumerate(self.regions):
-            sources = {self.made_in[one.tensor] for one in region.saved if one.tier == RECOMPUTE}
-            needed = sum(replay[source] for source in sources if source < index)
-            copies = (
-                self.costs.model.transfer_seconds(self.costs.graph.nbytes(one.tensor)) for one in region.saved if one.is_away
-            )
-            replay.append(self.forward[index] + needed + sum(copies))
-            self.again[index] += needed
+        """The regions that run again before a region's backward pass, and the copies that these wait for."""
+        sources, nbytes = sources_of(self.regions, self.made_in), self.costs.graph.nbytes
+        copies = (
+            sum(self.costs.model.transfer_seconds(nbytes(one.tensor)) for one in region.saved if one.is_away)
+            for region in self.regions
+        )
+        seconds = totals(sources, [one + more for one, more in zip(self.forward, copies, strict=True)])
+        self.again = [one + more for one, more in zip(self.again, seconds, strict=True)]
+        self.kernels += sum(totals(sources, self.forward_kernels))
 
     def wait_until(self, time: float) -> None:
         self.stalled += max(0.0, time - self.now)

@@ -1,0 +1,283 @@
+"""What a compiled backward function holds at most: what it makes again, gradients, and what it is given and returns.
+
+XLA makes again all that a region needs, from its first layer call to its last, and then gradients, from the last to the first.
+The rules below were read off the buffers of the regions of four networks on an H200 (docs/measurements.md):
+
+- What it is given (gradients of the region's outputs) is there all the time and is never written over.
+- What it returns (gradients of its inputs and weights) is allocated all the time. Until such a buffer is written, it lends its
+  place to one tensor made again that fits in.
+- The input of a convolution or product is read for the gradient of the weights before its own gradient is made, and may be gone.
+- Additions and activations hand gradients on in place. An addition that hands on what was given writes it once.
+- An activation's gradient needs to know where it was positive; XLA computes that again from what the activation was made from.
+- Gradients of what is never written (concatenations that only normalizations read) are sums that are never written either: what
+  they are the sums of stays until they are read.
+- Convolutions hold their kernels in another layout until their gradients are made.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import inf
+from weakref import WeakKeyDictionary
+
+from keras_sn.graph import LayerCall, LayerGraph
+from keras_sn.plan import Region
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardMemory:
+    """Bytes of one backward function, without what it has saved."""
+
+    inside: int
+    """At the most at a time, besides what it is given and returns."""
+    given: int
+    returned: int
+    """Gradients of its inputs."""
+    of_weights: int
+
+    @property
+    def total(self) -> int:
+        return self.inside + self.given + self.returned + self.of_weights
+
+
+def backward_memory(graph: LayerGraph, layers: Sequence[LayerCall], saved: frozenset[str]) -> BackwardMemory:
+    """Goes through a region's backward pass on paper.
+
+    Args:
+        graph: The layer graph, as XLA compiles it.
+        layers: The region's layer calls, which follow one another.
+        saved: What waits for its backward pass: its inputs, and layer outputs inside it.
+    """
+    region = _Region(graph, tuple(layers), saved)
+    given = {t for layer in layers for t in layer.outputs if region.is_crossing(t) and graph.tensors[t].is_differentiable}
+    added_to = {t for t in region.inputs if graph.last_use[t] > region.last}
+    weights = sum(layer.weight_bytes for layer in layers)
+    return BackwardMemory(_Backward(region).peak(), graph.nbytes(*given, *added_to), graph.nbytes(*region.inputs), weights)
+
+
+_KNOWN: "WeakKeyDictionary[LayerGraph, dict[tuple, BackwardMemory]]" = WeakKeyDictionary()
+"""Most regions of a plan are regions of the next plan that is tried."""
+
+
+def known_backward_memory(graph: LayerGraph, region: Region) -> BackwardMemory:
+    """`backward_memory` of a region of a plan, computed once."""
+    saved = frozenset(one.tensor for one in region.saved)
+    key = region.layers[0], len(region.layers), saved
+    known = _KNOWN.setdefault(graph, {})
+    if key not in known:
+        known[key] = backward_memory(graph, graph.layers_named(region.layers), saved)
+    return known[key]
+
+
+def virtual_inside(layers: Sequence[LayerCall]) -> set[str]:
+    """What only fusible layer calls of a region make and read: XLA computes it where it is read, and never writes it in there."""
+    found = {t for layer in layers if layer.is_fusible for t in layer.outputs}
+    return found - {t for layer in layers if not layer.is_fusible for t in layer.inputs}
+
+
+@dataclass(frozen=True, eq=False)
+class _Region:
+    graph: LayerGraph
+    layers: tuple[LayerCall, ...]
+    saved: frozenset[str]
+
+    @cached_property
+    def first(self) -> int:
+        return self.graph.position[self.layers[0].name]
+
+    @cached_property
+    def last(self) -> int:
+        return self.first + len(self.layers) - 1
+
+    @cached_property
+    def producer(self) -> dict[str, LayerCall]:
+        return {tensor: layer for layer in self.layers for tensor in layer.outputs}
+
+    @cached_property
+    def inputs(self) -> dict[str, None]:
+        """Those whose gradients it returns."""
+        return dict.fromkeys(t for layer in self.layers for t in self.differentiable(layer) if t not in self.producer)
+
+    def differentiable(self, layer: LayerCall) -> list[str]:
+        """Those inputs of a layer call that have gradients."""
+        graph = self.graph
+        return [t for t in dict.fromkeys(layer.inputs) if t in graph.producer and graph.tensors[t].is_differentiable]
+
+    def is_crossing(self, tensor: str) -> bool:
+        return self.graph.last_use.get(tensor, -1) > self.last
+
+    @cached_property
+    def virtual(self) -> set[str]:
+        return virtual_inside(self.layers)
+
+    def phase(self, position: int, step: int) -> int:
+        """When a backward step computes gradients of weights (0) or of inputs (1), in the order of the backward pass."""
+        return 2 * (self.last - position) + step
+
+    @cached_property
+    def needed_until(self) -> dict[str, int]:
+        """What is made again and written -> the phase that reads it last."""
+        until: dict[str, int] = {}
+        for position in range(self.last, self.first - 1, -1):
+            layer = self.layers[position - self.first]
+            for tensor in layer.saved_for_backward:
+                for one in self._made_from(tensor, is_derived=layer.is_fusible):
+                    until[one] = self.phase(position, 0 if layer.is_costly and tensor in layer.inputs else 1)
+        for layer in self.layers:  # what adds up several normalizations hands one gradient to all, and XLA runs them at once
+            siblings = [self.producer[t] for t in layer.inputs if t in self.producer and self.producer[t].is_fusible]
+            if layer.gradient_in_place and len(siblings) > 1:
+                last = self.phase(min(self.graph.position[one.name] for one in siblings), 1)
+                read = {t for sibling in siblings for t in sibling.saved_for_backward if t in until}
+                until |= {tensor: max(last, until[tensor]) for tensor in read}
+        return until
+
+    def _made_from(self, tensor: str, is_derived: bool) -> Iterator[str]:
+        """The tensors in memory that are read where a tensor is read; its own computation is repeated if it is fusible."""
+        pending, seen = [tensor], set()
+        while pending:
+            one = pending.pop()
+            if one in seen or one in self.saved or one not in self.producer:
+                continue
+            seen.add(one)
+            if one in self.virtual or (is_derived and self.producer[one].is_fusible):
+                pending.extend(self.producer[one].inputs)
+            else:
+                yield one
+
+
+def gradient_levels(graph: LayerGraph) -> list[int]:
+    """By position: bytes of the gradients of activations in the backward step there, if XLA compiled all layer calls as one."""
+    if not graph.layers:
+        return []
+    region = _Region(graph, graph.layers, frozenset(graph.inputs))
+    backward = _Backward(region)
+    backward.peak()
+    levels = backward.levels([one for one in backward.buffers if one.begin])
+    result = []
+    for position, layer in enumerate(graph.layers):
+        # By the time that an input's gradient is made, the input may be gone; others count it as if it were there.
+        gone = (t for t in layer.inputs if region.needed_until.get(t) == region.phase(position, 0))
+        before, after = (levels[region.phase(position, step)] for step in (0, 1))
+        result.append(max(before, after - graph.nbytes(*gone)))
+    return result
+
+
+@dataclass(slots=True)
+class _Buffer:
+    nbytes: int
+    begin: int
+    """The first phase that it is there in."""
+    end: int = -1
+    """The last one."""
+    users: int = 0
+
+
+class _Backward:
+    """The gradients of one region while its backward pass goes on."""
+
+    def __init__(self, region: _Region):
+        self.region, self.graph = region, region.graph
+        self.gradients: dict[str, tuple[_Buffer, ...]] = {}
+        """Tensor -> the buffers that its gradient is in, or is the sum of; none if it is in what is given or returned."""
+        self.buffers: list[_Buffer] = [
+            _Buffer(region.graph.nbytes(tensor), 0, until) for tensor, until in region.needed_until.items()
+        ]
+        self.written: dict[str, int] = {}
+        """Those inputs of the region whose gradients have been begun -> when."""
+
+    def peak(self) -> int:
+        region, graph = self.region, self.graph
+        for position, layer in enumerate(region.layers, region.first):
+            held = layer.internal_bytes + layer.weight_bytes * layer.is_convolution
+            self.buffers.append(_Buffer(held, 0, region.phase(position, 1)))
+            crossing = (t for t in layer.outputs if region.is_crossing(t) and graph.tensors[t].is_differentiable)
+            self.gradients.update(dict.fromkeys(crossing, ()))
+        for position in range(region.last, region.first - 1, -1):
+            self.step(region.layers[position - region.first], region.phase(position, 1))
+        last = region.phase(region.first, 1)
+        for buffer in self.buffers:
+            buffer.end = last if buffer.users else buffer.end
+        return self.most_at_once()
+
+    def step(self, layer: LayerCall, phase: int) -> None:
+        """The backward step of one layer call."""
+        arriving = next((t for t in layer.outputs if t in self.gradients), None)
+        if arriving is None:
+            return
+        inputs = self.region.differentiable(layer)
+        if layer.gradient_in_place and len(inputs) > 1:
+            self.write_once(arriving, inputs, phase)
+        for tensor in inputs:
+            self.give(tensor, layer, arriving, phase)
+        for tensor in layer.outputs:
+            self.set(tensor, (), phase)
+            self.gradients.pop(tensor)
+
+    def write_once(self, arriving: str, inputs: Sequence[str], phase: int) -> None:
+        """The gradient that an addition hands on to several: in what is returned, or in a buffer of its own."""
+        if any(tensor in self.region.inputs for tensor in inputs):
+            self.set(arriving, (), phase)
+        elif not self.gradients[arriving]:
+            self.set(arriving, (self.new(arriving, phase),), phase)
+
+    def give(self, tensor: str, layer: LayerCall, arriving: str, phase: int) -> None:
+        """A contribution to the gradient of one of a layer call's inputs."""
+        sources, there = self.gradients[arriving], self.gradients.get(tensor)
+        in_place = layer.gradient_in_place and self.graph.nbytes(arriving) == self.graph.nbytes(tensor)
+        if tensor in self.region.inputs:
+            if layer.is_fusible and not in_place and not layer.weight_bytes:  # a part of it, taken or added up at the end
+                self.set(tensor, (*(there or ()), *sources), phase)
+            elif tensor not in self.written:
+                self.written[tensor] = phase
+            elif not layer.is_fusible:
+                self.new(tensor, phase).end = phase  # until it is added to what is there
+        elif layer.is_fusible and tensor in self.region.virtual:
+            self.set(tensor, (*(there or ()), *sources), phase)
+        elif in_place:
+            self.set(tensor, there or sources, phase)
+        elif not there:
+            self.set(tensor, (self.new(tensor, phase),), phase)
+
+    def set(self, tensor: str, buffers: Sequence[_Buffer], phase: int) -> None:
+        """Puts a gradient into these buffers; those that nothing else is in are gone after this phase."""
+        for buffer in buffers:
+            buffer.users += 1
+        for buffer in self.gradients.get(tensor, ()):
+            buffer.users -= 1
+            buffer.end = phase
+        self.gradients[tensor] = tuple(buffers)
+
+    def new(self, tensor: str, phase: int) -> _Buffer:
+        self.buffers.append(_Buffer(self.graph.nbytes(tensor), phase))
+        return self.buffers[-1]
+
+    def levels(self, buffers: Sequence[_Buffer]) -> list[int]:
+        """By phase: the bytes of these buffers."""
+        change = [0] * (self.region.phase(self.region.first, 1) + 2)
+        for buffer in buffers:
+            change[buffer.begin] += buffer.nbytes
+            change[buffer.end + 1] -= buffer.nbytes
+        return list(accumulate(change[:-1]))
+
+    def most_at_once(self) -> int:
+        """The most that all buffers take at a time, without what fits into what is returned and not yet written."""
+        levels, most = self.levels(self.buffers), 0
+        lenders = sorted(((self.graph.nbytes(t), self.written.get(t, inf)) for t in self.region.inputs), reverse=True)
+        for phase in sorted(range(len(levels)), key=levels.__getitem__, reverse=True):
+            if levels[phase] <= most:
+                break
+            most = max(most, levels[phase] - self.lent(lenders, phase))
+        return most
+
+    def lent(self, lenders: Sequence[tuple[int, float]], phase: int) -> int:
+        """Bytes of what is made again and has its place in a returned gradient: one each, gone when that is written."""
+        there = [one for one in self.buffers if one.begin == 0 and phase <= one.end]
+        there.sort(key=lambda one: one.nbytes, reverse=True)
+        total = 0
+        for nbytes, written in lenders:
+            if written < phase:
+                continue
+            place = next((i for i, one in enumerate(there) if one.nbytes <= nbytes and one.end <= written), None)
+            total += there.pop(place).nbytes if place is not None else 0
+        return total
