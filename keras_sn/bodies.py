@@ -46,10 +46,16 @@ class RegionBody:
     """The model's compute dtype if it differs from its variables', else None."""
     borrowed: tuple[keras.Variable, ...] = ()
     """Weights that its layers use and do not own (a function may close over another layer)."""
+    in_turn: frozenset[str] = frozenset()
+    """Tensors that its calls read whose gradients add up in a given order; see Note: [In turn] in `regions`."""
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         return tuple(spec.name for spec in self.input_specs)
+
+    @cached_property
+    def inputs_in_turn(self) -> tuple[str, ...]:
+        return tuple(name for name in self.inputs if name in self.in_turn)
 
     @cached_property
     def inside_only(self) -> tuple[str, ...]:
@@ -98,5 +104,6 @@ def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str |
         outputs = [name for call in calls for name in call.outputs if graph.last_use.get(name, -1) > end]
         saved = tuple(one.tensor for one in region.saved if one.tensor in made)
         read_later = frozenset(name for name in inputs if graph.last_use[name] > end)
-        bodies.append(RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype))
+        in_turn = trace.in_turn.intersection(name for call in calls for name in call.inputs)
+        bodies.append(RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype, in_turn=in_turn))
     return bodies

@@ -22,9 +22,11 @@ from keras_sn.equivalence import compute_the_same
 from keras_sn.layer_calls import variables_of, variables_of_call
 from keras_sn.log import log
 from keras_sn.rules import has_rule_of_user
-from keras_sn.symbolic_calls import SymbolicCall, calls_noted, computed_by_call
+from keras_sn.symbolic_calls import SymbolicCall, calls_noted, computed_by_call, number
 
-_PLAIN = (str, int, float, bool, type(None), type(...), slice, tf.DType, np.dtype, np.number, np.bool_)
+_ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+"""Built-in layers that are opened like a user's, and so are those that derive from them."""
+_PLAIN = (str, int, float, bool, type(None), type(...), slice, tf.DType, np.dtype, np.generic)
 
 
 class _StaysWhole(Exception):
@@ -41,14 +43,11 @@ class Opened:
 
 
 def may_be_opened(layer: Any) -> bool:
-    """A first look: whether it is a user's layer with layers inside, and nothing but its `call` says what it computes."""
+    """A first look: whether it is attention or a user's layer, with layers inside, and only its `call` says what it computes."""
     if not isinstance(layer, keras.Layer):
         return False
-    bases = [kind for kind in type(layer).__mro__ if kind.__module__.startswith(("keras.", "keras_sn."))]
     return (
-        not type(layer).__module__.startswith("keras.")
-        and all(issubclass(keras.Model, kind) for kind in bases)  # a subclass of a built-in layer is as opaque as that
-        and keras_internals.has_own_call(layer)
+        (_is_plain_attention(layer) if isinstance(layer, _ATTENTION) else _is_of_user(layer))
         and len(keras_internals.sublayers(layer)) > 1
         and type(layer).compute_mask is keras.Layer.compute_mask
         and not may_make_masks(layer)
@@ -57,6 +56,23 @@ def may_be_opened(layer: Any) -> bool:
         and bool(layer.supports_jit)
         and not has_rule_of_user(layer)
     )
+
+
+def _is_of_user(layer: Any) -> bool:
+    bases = [kind for kind in type(layer).__mro__ if kind.__module__.startswith(("keras.", "keras_sn."))]
+    return (
+        not type(layer).__module__.startswith("keras.")
+        and all(issubclass(keras.Model, kind) for kind in bases)  # a subclass of a built-in layer is as opaque as that
+        and keras_internals.has_own_call(layer)
+    )
+
+
+def _is_plain_attention(layer: Any) -> bool:
+    """Whether a layer of attention, or one that derives from it, computes its projections and attention as Keras made them."""
+    inside = keras_internals.sublayers(layer)[1:]
+    is_changed = any(one.quantization_mode is not None or getattr(one, "lora_enabled", False) for one in inside)
+    has_losses = any(one.activity_regularizer is not None for one in inside)
+    return keras_internals.is_called_plainly(layer) and not is_changed and not has_losses
 
 
 def may_make_masks(layer: Any) -> bool:
@@ -111,11 +127,12 @@ def _noted(node: Any, autocast_dtype: str | None) -> Opened:
         calls_noted() as calls,
     ):
         outputs = keras.tree.flatten(layer(*node.arguments.args, **kwargs))
-        if graph.get_operations():
-            raise _StaysWhole(f"it computes something without its inputs: {graph.get_operations()[-1].type}")
+        made = [one.type for one in graph.get_operations() if any(number(y) is None for y in one.outputs)]
+        if made:
+            raise _StaysWhole(f"it computes something without its inputs: {made[-1]}")
     if not calls or calls.pop().operation is not layer:
         raise _StaysWhole("its own call was not noted")
-    return Opened(_read(calls, outputs), outputs)
+    return Opened([call.with_numbers() for call in _read(calls, outputs)], outputs)
 
 
 @contextmanager
@@ -132,6 +149,7 @@ def _left_as_it_was(layer: Any) -> Iterator[None]:
         for key in changed:
             now.pop(key, None)
             now.update({key: attributes[key]} if key in attributes else {})
+        changed = [key for key in changed if key not in keras_internals.NOTED_IN_CALL]
         touched = [value for value, items in contents if _identities(_items(value)) != _identities(items)]
         for value, items in contents:
             if any(value is one for one in touched):
@@ -185,8 +203,11 @@ def _check(node: Any, opened: Opened) -> None:
             raise _StaysWhole(f"operation {call.operation.name!r} holds more than plain values")
         if isinstance(call.operation, keras.Layer) and id(call.operation) not in inside:
             raise _StaysWhole(f"layer {call.operation.name!r} is not its own")
-        if any(keras_internals.get_mask(tensor) is not None for tensor in call.outputs):
+        is_told = isinstance(node.operation, _ATTENTION)  # a softmax inside hands the mask that it is given on
+        if not is_told and any(keras_internals.get_mask(tensor) is not None for tensor in call.outputs):
             raise _StaysWhole(f"{call.operation.name!r} makes a mask")
+    if any(keras_internals.get_mask(tensor) is not None for tensor in opened.outputs):
+        raise _StaysWhole("it returns a tensor with a mask")
     held = {id(variable) for call in opened.calls for variable in variables_of(call.operation) if not variable.trainable}
     given = [one for call in opened.calls for one in keras.tree.flatten((call.arguments.args, call.arguments.kwargs))]
     if any(isinstance(one, keras.Variable) and id(one) in held for one in given):

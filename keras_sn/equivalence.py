@@ -17,7 +17,7 @@ from keras_sn.children import watched
 from keras_sn.graph import TensorSpec
 from keras_sn.layer_calls import TracedCall, output_names
 from keras_sn.regions import EAGER, RegionFunction
-from keras_sn.symbolic_calls import SymbolicCall
+from keras_sn.symbolic_calls import SymbolicCall, number
 
 _UNLIKE = ("_gradient_op_type", "_output_shapes", "_XlaMustCompile")
 """Attributes of TensorFlow operations that differ between equal ones."""
@@ -32,9 +32,7 @@ def compute_the_same(node: Any, calls: Sequence[SymbolicCall], outputs: Sequence
         outputs: Those of their symbolic outputs that stand for the layer's.
         autocast_dtype: The dtype to which the regions of the model cast variables, or None.
     """
-    names = {id(tensor): f"input {place}" for place, tensor in enumerate(node.input_tensors)}
-    given = {names[id(tensor)]: tensor for tensor in node.input_tensors}
-    specs = tuple(TensorSpec(name, tuple(x.shape), keras.backend.standardize_dtype(x.dtype)) for name, x in given.items())
+    names, specs = named_inputs(node)
     whole = (_traced(node, "whole", dict(names), True),)
     inner = tuple(_traced(call, f"call {place}", names, call.training) for place, call in enumerate(calls))
     both = (whole, whole[0].outputs), (inner, tuple(names[id(tensor)] for tensor in outputs))
@@ -42,6 +40,20 @@ def compute_the_same(node: Any, calls: Sequence[SymbolicCall], outputs: Sequence
     with keras_internals.losses_forgotten(node.operation):
         one, other = (_Record(calls).of(body) for body in bodies)
     return one == other
+
+
+def named_inputs(node: Any) -> tuple[dict[int, str], tuple[TensorSpec, ...]]:
+    """The input tensors of a call: their names by id, and their specifications, in which axes may be open."""
+    names = {id(tensor): f"input {place}" for place, tensor in enumerate(node.input_tensors)}
+    given = {names[id(tensor)]: tensor for tensor in node.input_tensors}
+    return names, tuple(TensorSpec(name, tuple(x.shape), keras.backend.standardize_dtype(x.dtype)) for name, x in given.items())
+
+
+def placeholders_of(body: RegionBody) -> tuple[list[Any], list[Any], list[Any]]:
+    """What stands for the inputs, the weights and the state of a region in the present graph."""
+    inputs = [tf.compat.v1.placeholder(spec.dtype, spec.shape) for spec in body.input_specs]
+    weights, state = ([_placeholder(one) for one in variables] for variables in (body.trainable, body.state))
+    return inputs, weights, state
 
 
 def _traced(call: Any, name: str, names: dict[int, str], training: bool | None) -> TracedCall:
@@ -90,8 +102,7 @@ class _Record:
         """All that a region computes, in a form that is equal for equal regions."""
         function = RegionFunction(body, EAGER)
         with keras_internals.scratch_graph() as graph, keras_internals.gradients_forgotten_with(function):
-            inputs = [tf.compat.v1.placeholder(spec.dtype, spec.shape) for spec in body.input_specs]
-            weights, state = ([_placeholder(one) for one in variables] for variables in (body.trainable, body.state))
+            inputs, weights, state = placeholders_of(body)
             with watched(self.layers, self.answer):
                 result = function.forward(inputs, [None] * len(inputs), weights, state)
         new = {id(v): tensor for v, tensor in zip(body.updatable, result.new_state, strict=True) if tensor is not None}
@@ -110,6 +121,9 @@ class _Record:
             outputs, sources = (operation.outputs, operation.inputs) if asked is None else (asked.outputs, asked.read)
             if outputs and outputs[0].name in known:
                 continue  # an input, or another output of a layer
+            if asked is None and outputs and (value := number(outputs[0])) is not None:
+                known[outputs[0].name] = str(value.dtype), value.tobytes()
+                continue
             read = tuple(known[tensor.name] for tensor in sources)
             if operation.type == "Identity":
                 known[operation.outputs[0].name] = read[0]

@@ -20,6 +20,9 @@ from tensorflow.python.eager import context, record
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.framework.ops import gradient_registry
 
+NOTED_IN_CALL = ("_return_attention_scores",)
+"""Where `GroupQueryAttention.call` notes an argument for a method that it calls; nobody else reads it."""
+
 
 def nodes_in_execution_order(model: keras.Model) -> list[Any]:
     """The nodes of a functional model in the order in which Keras runs them, without its inputs.
@@ -54,9 +57,14 @@ def _is_of_keras(method: Any) -> bool:
 
 def has_own_call(layer: Any) -> bool:
     """Whether calling the layer means Keras' `__call__` around a `call` that is its user's, and nothing else."""
+    return is_called_plainly(layer) and not _is_of_keras(type(layer).call)
+
+
+def is_called_plainly(layer: Any) -> bool:
+    """Whether calling the layer means Keras' `__call__` around the `call` of its class, and nothing else."""
     kind = type(layer)
     is_plain = not {"call", "compute_output_spec"} & vars(layer).keys() and layer._remat_mode is None
-    return is_plain and _is_of_keras(kind.__call__) and _is_of_keras(kind.symbolic_call) and not _is_of_keras(kind.call)
+    return is_plain and _is_of_keras(kind.__call__) and _is_of_keras(kind.symbolic_call)
 
 
 @contextmanager

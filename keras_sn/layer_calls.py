@@ -101,6 +101,8 @@ class ModelTrace:
 
     calls: tuple[TracedCall, ...]
     graph: LayerGraph
+    in_turn: frozenset[str] = frozenset()
+    """Tensors whose gradients add up in a given order: that of the last reader first, that of the first one last."""
 
     def calls_named(self, names: Sequence[str]) -> tuple[TracedCall, ...]:
         return tuple(self.calls[self.graph.position[name]] for name in names)
@@ -150,17 +152,20 @@ def known_shapes(call: Any, known: dict[int, Any], batch_size: int) -> list[tupl
     return shapes
 
 
-def shapes_can_be_known(calls: Sequence[Any], known: dict[int, Any], batch_size: int) -> bool:
-    """Whether the bytes of all tensors that calls make can be told; see `known_shapes`."""
+def specs_of_calls(calls: Sequence[Any], known: dict[int, Any], batch_size: int) -> dict[int, TensorSpec] | None:
+    """By id, the specifications of all tensors that calls read and make, or None if their bytes cannot be told.
+
+    See `known_shapes`.
+    """
     known = dict(known)
     for call in calls:
         shapes = known_shapes(call, known, batch_size)
         dtypes = [keras.backend.standardize_dtype(tensor.dtype) for tensor in call.outputs]
         if any(None in shape for shape in shapes) or not DTYPE_BYTES.keys() >= set(dtypes):
-            return False
+            return None
         made = zip(call.outputs, shapes, dtypes, strict=True)
         known |= {id(tensor): TensorSpec("", shape, dtype) for tensor, shape, dtype in made}
-    return True
+    return known
 
 
 def variables_of(operation: Any) -> list[keras.Variable]:

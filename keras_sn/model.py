@@ -23,7 +23,7 @@ from keras_sn.policies import Policy
 from keras_sn.report import MeasuredPeak, plan_line
 from keras_sn.settings import Settings
 from keras_sn.subclassed import ChildPlanner
-from keras_sn.trace import check_supported
+from keras_sn.supported import check_supported
 from keras_sn.updates import GroupedUpdate, grouped_update
 from keras_sn.verification import verify_first_step
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_sn import keras_internals, op_graph
@@ -205,7 +206,7 @@ def key_of_arguments(args: Any, kwargs: Any) -> Hashable | None:
     def described(value: Any) -> str:
         if isinstance(value, keras.KerasTensor):
             return f"tensor {places.setdefault(id(value), len(places))}"
-        if not isinstance(value, (str, int, float, bool, slice, type(None), type(...))):
+        if not isinstance(value, (str, int, float, bool, slice, type(None), type(...), np.generic)):
             raise TypeError(f"An argument cannot be compared. Received: {value!r}")
         return repr(value)
 

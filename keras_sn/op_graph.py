@@ -126,6 +126,11 @@ def _is_value_read(operation: Any, index: int) -> bool:
     return bool(consumers) or (not is_passed_on and any(y is argument for y in body.outputs))
 
 
+def count_of_value_readers(tensor: Any) -> int:
+    """How many operations read more of a tensor than its shape."""
+    return sum(one.type not in _SHAPE_READERS for one in tensor.consumers())
+
+
 def is_written(tensor: Any, inside: set[int]) -> bool:
     """Whether XLA writes a tensor to memory: it is dear to repeat, or a matrix operation reads it or one of its views."""
     if tensor.op.type not in FUSIBLE_OPERATIONS or tensor.op.type in _EXPENSIVE:

@@ -1,21 +1,22 @@
 """In which order to make the layer calls: a topological order that keeps few bytes alive, found without recursion."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from keras_sn.graph import TensorSpec
 
 
-def few_alive(calls: Sequence[Any], specs: dict[str, TensorSpec], outputs: list[str]) -> list[Any]:
+def few_alive(calls: Sequence[Any], specs: dict[str, TensorSpec], outputs: list[str], in_turn: Collection[str] = ()) -> list[Any]:
     """Keras' order of the layer calls, or a greedy one if that keeps clearly fewer bytes alive.
 
     Args:
         calls: Calls with `operation`, `inputs` and `outputs`, in Keras' order.
         specs: The specification of each tensor.
         outputs: The tensors that the model returns.
+        in_turn: Tensors whose readers keep their order.
     """
-    greedy = _greedy_order(calls, specs, outputs)
+    greedy = _greedy_order(calls, specs, outputs, in_turn)
     return greedy if _peak_alive(greedy, specs, outputs) < 0.9 * _peak_alive(calls, specs, outputs) else list(calls)
 
 
@@ -33,7 +34,7 @@ def _peak_alive(calls: Sequence[Any], specs: dict[str, TensorSpec], outputs: lis
     return peak
 
 
-def _greedy_order(calls: Sequence[Any], specs: dict[str, TensorSpec], outputs: list[str]) -> list[Any]:
+def _greedy_order(calls: Sequence[Any], specs: dict[str, TensorSpec], outputs: list[str], in_turn: Collection[str]) -> list[Any]:
     """Always the ready call that adds the fewest live bytes; of equals the one that became ready last.
 
     Calls of one layer, or of layers that share variables, keep their order: their state passes from one to the next.
@@ -41,13 +42,14 @@ def _greedy_order(calls: Sequence[Any], specs: dict[str, TensorSpec], outputs: l
     producer = {name: index for index, call in enumerate(calls) for name in call.outputs}
     waits, followers = [0] * len(calls), [[] for _ in calls]
     readers = Counter(name for call in calls for name in call.inputs) + Counter(outputs)
-    last_with: dict[int, int] = {}
+    last_with: dict[Any, int] = {}
     for index, call in enumerate(calls):
         before = {producer[name] for name in call.inputs if name in producer}
-        for variable in getattr(call.operation, "non_trainable_variables", []):
-            if id(variable) in last_with:
-                before.add(last_with[id(variable)])
-            last_with[id(variable)] = index
+        state = [id(variable) for variable in getattr(call.operation, "non_trainable_variables", [])]
+        for key in (*state, *(name for name in call.inputs if name in in_turn)):
+            if key in last_with:
+                before.add(last_with[key])
+            last_with[key] = index
         before.discard(index)
         waits[index] = len(before)
         for one in before:

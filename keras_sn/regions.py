@@ -31,6 +31,8 @@ class RegionResult(NamedTuple):
     losses: list[Any]
     saved: list[Any]
     """Of `RegionBody.inside_only`: what only its backward pass wants."""
+    passed_on: list[Any]
+    """Of `RegionBody.inputs_in_turn`: what later regions read; see Note: [In turn]."""
 
 
 class RegionFunction:
@@ -56,7 +58,8 @@ class RegionFunction:
         return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
     def _forward(self, inputs, masks, trainable, state) -> RegionResult:
-        return self._pure(inputs, masks, trainable, state, saved=None)
+        result = self._pure(inputs, masks, trainable, state, saved=None)
+        return result if self.mode == EAGER else result._replace(passed_on=[])  # a compiled function would copy them
 
     def check_once(self, *arguments: Any) -> None:
         """Looks at what runs eagerly in a graph first, where the operations of users' layers can be seen."""
@@ -79,7 +82,9 @@ class RegionFunction:
             differentiated = [y for y in result.outputs if y.dtype.is_floating or y.dtype.is_complex]
             if result.losses:
                 differentiated = [_late(y) for y in differentiated]
-        differentiated += [*result.losses, *sources]
+        last = dict(zip(self.body.inputs_in_turn, result.passed_on, strict=True))
+        passed_on = [last.get(name, x) for name, x in zip(self.body.inputs, inputs, strict=True)]
+        differentiated += [*result.losses, *(x for x, is_wanted in zip(passed_on, wanted, strict=True) if is_wanted)]
         pairs = zip(differentiated, [*output_gradients, *loss_gradients, *seeds], strict=True)
         targets = [(target, gradient) for target, gradient in pairs if gradient is not None]
         return tape.gradient(
@@ -107,6 +112,8 @@ class RegionFunction:
                     outputs = _run(call, tensors)
                 if used:
                     self._borrowed.append((call, used))
+                for name in (one for one in call.inputs if one in body.in_turn):  # See Note: [In turn]
+                    tensors[name] = keras_internals.with_mask_of(tf.identity(tensors[name]), tensors[name])
                 for name, tensor in zip(call.outputs, outputs, strict=True):
                     tensors[name] = _with_saved_value(tensor, substitutes[name]) if name in substitutes else tensor
             before = zip(body.updatable, [*state, *trainable], strict=True)
@@ -123,6 +130,7 @@ class RegionFunction:
             new_state,
             [tf.convert_to_tensor(loss) for loss in losses],
             [tensors[name] for name in body.inside_only],
+            [tensors[name] for name in body.inputs_in_turn],
         )
 
     def refuse_borrowed(self) -> None:
@@ -210,7 +218,7 @@ class RegionLibrary:
             mode = XLA
         elif inline:
             mode = EAGER
-        structure = structure_of(body.calls, body.input_specs, (*body.outputs, *body.saved_inside))
+        structure = structure_of(body.calls, body.input_specs, (*body.outputs, *body.saved_inside), body.in_turn)
         is_shared = structure is not None and not body.borrowed
         key = (mode, structure if is_shared else id(body), len(body.outputs), body.autocast_dtype)
         if key not in self._by_structure:
@@ -224,3 +232,10 @@ class RegionLibrary:
 def autocast_dtype_of(layer: Any) -> str | None:
     """The compute dtype of a layer or model whose variables have another, else None."""
     return layer.compute_dtype if layer.compute_dtype != layer.variable_dtype else None
+
+
+# Note: [In turn]
+# A tape adds the gradients of a tensor up in the order in which they arrive, and how a sum of three or more is rounded depends on
+# it. What arrives first changes with what a region saves and where it ends. A tensor in turn is therefore handed from reader to
+# reader, as it is from region to region (see Note: [Threading] in `runtime`): the gradient of each is added to the sum of those
+# of all later ones, whichever of the two is there first.

@@ -113,6 +113,8 @@ def _run_kept(one_pass: Pass, body: RegionBody, function: RegionFunction) -> Non
     inputs = [one_pass.tensors[name] for name in body.inputs]
     masks = masks_of(inputs)
     result = function.forward(inputs, masks, read_trainable(one_pass, body), read_state(one_pass, body))
+    for name, tensor in zip(body.inputs_in_turn, result.passed_on, strict=bool(result.passed_on)):
+        one_pass.tensors[name] = tensor
     hand_on(one_pass, body, function, result, result.outputs, result.losses)
 
 

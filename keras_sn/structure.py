@@ -3,7 +3,7 @@ and trainable flags. A layer whose configuration cannot be compared equals nothi
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -21,13 +21,16 @@ class Incomparable(Exception):
     """Nothing can be said about an attribute or argument, so its layer is never shared."""
 
 
-def structure_of(calls: Sequence[TracedCall], inputs: Sequence[TensorSpec], outputs: Sequence[str]) -> Any:
+def structure_of(
+    calls: Sequence[TracedCall], inputs: Sequence[TensorSpec], outputs: Sequence[str], in_turn: Iterable[str] = ()
+) -> Any:
     """A hashable value that is equal for regions that may share their functions, or None if this one may not.
 
     Args:
         calls: The region's layer calls.
         inputs: The specifications of its input tensors.
         outputs: The names of the tensors that it returns.
+        in_turn: The names of those that its calls read in turn.
     """
     index = {spec.name: place for place, spec in enumerate(inputs)}
     layers: dict[int, int] = {}
@@ -42,7 +45,8 @@ def structure_of(calls: Sequence[TracedCall], inputs: Sequence[TensorSpec], outp
     except Incomparable:
         return None
     shapes = tuple((spec.shape[1:], spec.dtype, len(spec.shape)) for spec in inputs)
-    return tuple(rows), shapes, tuple(index[name] for name in outputs), _variable_sharing(calls)
+    places = tuple(index[name] for name in outputs), tuple(sorted(index[name] for name in in_turn))
+    return tuple(rows), shapes, places, _variable_sharing(calls)
 
 
 def _variable_sharing(calls: Sequence[TracedCall]) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.ops.node import Node
 from keras.src.ops.symbolic_arguments import SymbolicArguments
@@ -41,6 +43,23 @@ class SymbolicCall:
         """The mode that it is made in, which Keras notes among the arguments of a layer that takes it."""
         mode = self.arguments.kwargs.get("training")
         return True if mode is None else mode
+
+    def with_numbers(self) -> "SymbolicCall":
+        """The same call, with numbers in place of the scalar constants among its arguments, which the graph around it owns."""
+        given = self.arguments.args, self.arguments.kwargs
+        numbers = {id(one): number(one) for one in keras.tree.flatten(given)}
+        if all(value is None for value in numbers.values()):
+            return self
+        args, kwargs = keras.tree.map_structure(lambda one: one if numbers[id(one)] is None else numbers[id(one)], given)
+        return SymbolicCall(self.operation, SymbolicArguments(*args, **kwargs), self.structure)
+
+
+def number(value: Any) -> Any:
+    """What a scalar constant in a graph is, also one that is cast there; None for anything else."""
+    if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
+        return None
+    known = tf.get_static_value(value) if value.shape.rank == 0 and value.op.type in ("Const", "Cast") else None
+    return None if known is None else np.asarray(known)[()]
 
 
 @contextmanager

@@ -25,11 +25,14 @@ from keras_sn.layer_calls import (
     known_shapes,
     layer_call_of,
     output_names,
-    shapes_can_be_known,
+    specs_of_calls,
 )
+from keras_sn.log import log
 from keras_sn.order import few_alive
 from keras_sn.readers import Readers
 from keras_sn.regions import autocast_dtype_of
+from keras_sn.sums import Sums
+from keras_sn.supported import check_supported
 
 
 def trace(
@@ -52,41 +55,11 @@ def trace(
     """
     check_supported(model)
     flattening = _Flattening(model, batch_size, input_shapes, has_masks)
-    calls = few_alive(flattening.calls, flattening.specs, flattening.outputs)
+    calls = few_alive(flattening.calls, flattening.specs, flattening.outputs, flattening.in_turn)
     seen: set[int] = set()
     layers = tuple(layer_call_of(call, flattening.specs, seen) for call in calls)
     graph = LayerGraph(layers, flattening.specs, tuple(flattening.inputs), tuple(flattening.outputs))
-    return ModelTrace(tuple(calls), graph)
-
-
-def check_supported(model: Any) -> None:
-    """Raises `UnsupportedModelError` if the model is no built graph of layers."""
-    if not isinstance(model, keras.Model):
-        raise UnsupportedModelError(f"keras_sn trains instances of `keras.Model`. Received: {model!r}")
-    graph = keras_internals.functional_part(model)
-    if isinstance(model, keras.Sequential) and graph is None:
-        raise UnsupportedModelError(
-            f"Model {model.name!r} is not built, so its layers have no shapes yet. Start it with `keras.Input(shape)`, or call "
-            f"`model.build(input_shape)` first. Received: {model!r}"
-        )
-    if graph is None or not keras_internals.calls_its_graph(model):
-        raise UnsupportedModelError(
-            f"Model {model.name!r} has its own `call()`, so it cannot be converted: derive its class from `keras_sn.SNModel` "
-            "instead of `keras.Model`, or wrap its blocks in `keras_sn.layers.Recompute`. "
-            f"Received: an instance of {type(model).__name__}"
-        )
-    for tensor in graph.inputs:
-        if tensor.sparse or getattr(tensor, "ragged", False):
-            raise UnsupportedModelError(
-                f"Input {tensor.name!r} is sparse or ragged, which regions cannot pass on. Make it dense before the model. "
-                f"Received: {tensor!r}"
-            )
-    for layer in keras_internals.sublayers(model):
-        if not layer.built:
-            raise UnsupportedModelError(
-                f"Layer {layer.name!r} is not built. Call the model on one batch, or `model.build(...)`, first. "
-                f"Received: {layer!r}"
-            )
+    return ModelTrace(tuple(calls), graph, frozenset(flattening.in_turn))
 
 
 @dataclass
@@ -103,6 +76,10 @@ class _Flattening:
     """The id of a symbolic tensor -> the name of the tensor that it stands for."""
     masked: set[str] = field(default_factory=set)
     """Tensors that may carry a Keras mask."""
+    in_turn: set[str] = field(default_factory=set)
+    """Tensors whose readers must stay in their order."""
+    inferred: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By the id of a symbolic tensor inside a composite layer, its shape."""
     call_name: CallNames = field(default_factory=CallNames)
 
     def __post_init__(self):
@@ -116,6 +93,7 @@ class _Flattening:
         self.masked.update(self.inputs if self.masked_inputs else ())
         nodes = keras_internals.nodes_in_execution_order(graph)
         self.readers = Readers(nodes, graph.outputs)
+        self.sums = Sums(self.readers, self.autocast_dtype)
         self._walk(nodes)
         self.outputs = [self.names[id(tensor)] for tensor in graph.outputs]
 
@@ -157,7 +135,7 @@ class _Flattening:
         for name, inner in zip(given_names, graph.inputs, strict=True):
             self.names[id(inner)] = self._cast(name, inner.dtype, path)
         produced, outer, nodes = graph.outputs, node.outputs, keras_internals.nodes_in_execution_order(graph)
-        self.readers.enter(nodes, zip(graph.inputs, given, strict=True), zip(produced, outer, strict=True))
+        self.readers.enter(node, nodes, zip(graph.inputs, given, strict=True), zip(produced, outer, strict=True))
 
         def leave() -> None:
             for inner, outside in zip(produced, outer, strict=True):
@@ -170,18 +148,22 @@ class _Flattening:
         if any(self.names[id(tensor)] in self.masked for tensor in node.input_tensors):
             return None
         opened = open_call(node, self.autocast_dtype)
-        if opened is None or not shapes_can_be_known(opened.calls, self._known(node), self.batch_size):
+        if opened is None or (inferred := specs_of_calls(opened.calls, self._known(node), self.batch_size)) is None:
             return None
-        if not self.readers.add_up_alike(node, opened.calls, opened.outputs):
+        if (ordered := self.sums.in_turn(node, opened.calls, opened.outputs)) is None:
+            log.debug("Layer %r stays whole: Keras may add up gradients of what it reads in another order", node.operation.name)
             return None
+        self.in_turn.update(self.names[id(tensor)] for tensor in ordered.tensors)
+        self.inferred |= {key: spec.shape for key, spec in inferred.items()}
         through = zip(node.input_tensors, node.input_tensors, strict=True)
-        self.readers.enter(opened.calls, through, zip(opened.outputs, node.outputs, strict=True))
+        self.readers.enter(node, opened.calls, through, zip(opened.outputs, node.outputs, strict=True))
 
         def leave() -> None:
             for inner, outside in zip(opened.outputs, node.outputs, strict=True):
                 self.names[id(outside)] = self.names[id(inner)]
+                self.masked.discard(self.names[id(inner)])  # its symbolic outputs, unlike those of layers, show all masks
 
-        return self.call_name(prefix + node.operation.name) + "/", iter(opened.calls), leave
+        return self.call_name(prefix + node.operation.name) + "/", iter(ordered.calls), leave
 
     def _known(self, node: Any) -> dict[int, TensorSpec]:
         return {id(tensor): self.specs[self.names[id(tensor)]] for tensor in node.input_tensors}
@@ -190,7 +172,9 @@ class _Flattening:
         name = self.call_name(prefix + node.operation.name)
         bindings = tuple((id(tensor), self.names[id(tensor)]) for tensor in node.input_tensors)
         outputs = output_names(name, len(node.outputs))
-        shapes = known_shapes(node, self._known(node), self.batch_size)
+        shapes = [self.inferred.get(id(tensor)) for tensor in node.outputs]
+        if None in shapes:
+            shapes = known_shapes(node, self._known(node), self.batch_size)
         for output, tensor, shape in zip(outputs, node.outputs, shapes, strict=True):
             self.names[id(tensor)] = output
             self.specs[output] = self._spec(output, tensor, shape=shape)

@@ -320,8 +320,34 @@ def test_own_calls_are_told_from_keras_own():
     assert not keras_internals.has_own_call(L.Dense(2))
     with symbolic_calls.computed_by_call(composite := Composite()):
         assert not keras_internals.has_own_call(composite)
+    assert keras_internals.is_called_plainly(Composite())
+    assert keras_internals.is_called_plainly(L.Dense(2))
     with keras.RematScope(mode="full"):
         assert not keras_internals.has_own_call(Composite())
+        assert not keras_internals.is_called_plainly(L.Dense(2))
+
+
+def test_attention_notes_an_argument_in_its_call():
+    layer = L.GroupQueryAttention(2, 2, 1)
+    x = tf.ones((1, 3, 4))
+    layer(x, x)
+    before = dict(vars(layer))
+    layer(x, x, return_attention_scores=True)
+    assert {key for key, value in vars(layer).items() if before[key] is not value} == set(keras_internals.NOTED_IN_CALL)
+
+
+def test_numbers_of_a_graph():
+    with keras_internals.scratch_graph():
+        number = tf.cast(tf.constant(1.5), "bfloat16")
+        assert symbolic_calls.number(number) == 1.5
+        assert str(symbolic_calls.number(number).dtype) == "bfloat16"
+        call = symbolic_calls.SymbolicCall(L.ReLU(), symbolic_calls.SymbolicArguments(keras.KerasTensor((2,)), number), None)
+        assert call.with_numbers().arguments.args[1] == 1.5
+        assert call.with_numbers().arguments.args[0] is call.arguments.args[0]
+        assert symbolic_calls.number(tf.zeros((2,))) is None
+        assert symbolic_calls.number(tf.random.uniform(())) is None
+    assert symbolic_calls.number(tf.constant(1.5)) is None  # computed already
+    assert symbolic_calls.number(1.5) is None
 
 
 def test_the_mode_and_the_autocast_dtype_of_a_call():
