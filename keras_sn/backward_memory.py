@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import inf
-from weakref import WeakKeyDictionary
 
 from keras_sn.graph import LayerCall, LayerGraph
-from keras_sn.plan import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +52,6 @@ def backward_memory(graph: LayerGraph, layers: Sequence[LayerCall], saved: froze
     added_to = {t for t in region.inputs if graph.last_use[t] > region.last}
     weights = sum(layer.weight_bytes for layer in layers)
     return BackwardMemory(_Backward(region).peak(), graph.nbytes(*given, *added_to), graph.nbytes(*region.inputs), weights)
-
-
-_KNOWN: "WeakKeyDictionary[LayerGraph, dict[tuple, BackwardMemory]]" = WeakKeyDictionary()
-"""Most regions of a plan are regions of the next plan that is tried."""
-
-
-def known_backward_memory(graph: LayerGraph, region: Region) -> BackwardMemory:
-    """`backward_memory` of a region of a plan, computed once."""
-    saved = frozenset(one.tensor for one in region.saved)
-    key = region.layers[0], len(region.layers), saved
-    known = _KNOWN.setdefault(graph, {})
-    if key not in known:
-        known[key] = backward_memory(graph, graph.layers_named(region.layers), saved)
-    return known[key]
 
 
 def virtual_inside(layers: Sequence[LayerCall]) -> set[str]:

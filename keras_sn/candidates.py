@@ -52,11 +52,14 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
     if not costs.model.copies_overlap:  # nothing is won by copying early
         return as_given(costs, one_ahead(regions), Plan.copy_window)
     timed = schedule_prefetches(costs, regions)
-    if (tight := as_given(costs, timed, 1)).peak_bytes > room_bytes:
-        timed = in_time(costs, timed, room_bytes)
-        tight = min(as_given(costs, timed, 1), as_given(costs, one_ahead(regions), 1), key=lambda one: one.peak_bytes)
-    wider = (as_given(costs, tight.regions, window) for window in COPY_WINDOWS)
-    return next((one for one in wider if one.peak_bytes <= room_bytes), tight)
+    if _peak(costs, timed, 1) > room_bytes:
+        timed = min(in_time(costs, timed, room_bytes), one_ahead(regions), key=lambda one: _peak(costs, one, 1))
+    windows = (window for window in COPY_WINDOWS if _peak(costs, timed, window) <= room_bytes)
+    return as_given(costs, timed, next(windows, 1))
+
+
+def _peak(costs: StepCosts, regions: Sequence[Region], copy_window: int) -> int:
+    return predict(costs.graph, regions, copy_window).peak_bytes
 
 
 def from_draft(costs: StepCosts, draft: Draft, room_bytes: float) -> Candidate:

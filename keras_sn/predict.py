@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from keras_sn.backward_memory import known_backward_memory
 from keras_sn.fusion import UNPLANNED_SHARE
-from keras_sn.gradients import gradient_bytes, until_the_end
-from keras_sn.graph import LayerCall, LayerGraph
+from keras_sn.graph import LayerGraph
 from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
+from keras_sn.region_bytes import region_bytes
 from keras_sn.replays import ReplayBytes
 from keras_sn.steps import RECOMPUTE
 
@@ -72,17 +71,12 @@ class _Timeline:
             for one in region.saved:
                 self.savers.setdefault(one.tensor, []).append((index, one))
         self.last_reader.update(dict.fromkeys(graph.outputs, self.count - 1))
-        self.gradients, self.virtual = gradient_bytes(graph), graph.virtual
-        self.read = [
-            recomputed(layers, {one.tensor for one in region.saved}, self.virtual)[0]
-            for region, layers in zip(regions, self.layers, strict=True)
-        ]
-        """By region: what its backward pass reads and has not saved."""
+        self.parts = [region_bytes(graph, region) for region in regions]
         for index in (index for index, region in enumerate(regions) if not region.recompute):
-            for tensor in self.read[index]:
+            for tensor in self.parts[index].read:
                 if self.made_in.get(tensor) != index or self.is_crossing(tensor, index):
                     self.keepers.setdefault(tensor, index)
-        self.replays = ReplayBytes(regions, self.made_in, graph.nbytes, self.forward_bytes)
+        self.replays = ReplayBytes(regions, self.made_in, graph.nbytes, [one.leaving + one.inside for one in self.parts])
 
     def backward(self, region: int) -> int:
         return 2 * self.count - 1 - region
@@ -116,47 +110,28 @@ class _Timeline:
         start = index if one.tier == RECOMPUTE or one.prefetch_at is None else min(one.prefetch_at, self.count - 1)
         self.add(nbytes, self.backward(start), self.backward(index))
 
-    def forward_bytes(self, index: int) -> int:
-        """What a region's forward pass holds at most besides what it reads, with what it makes for others."""
-        leaving = (t for layer in self.layers[index] for t in layer.outputs if self.is_crossing(t, index))
-        return self.graph.nbytes(*leaving) + max(self.inside_bytes(index))
-
-    def inside_bytes(self, index: int) -> list[int]:
-        """By layer call of a region: what it reads and writes that does not leave the region, and that nothing holds longer."""
-        layers, held = self.layers[index], set() if self.regions[index].recompute else self.read[index]
-        inside = {t for layer in layers for t in layer.outputs if not self.is_crossing(t, index)} - held - self.virtual
-        return [self.graph.nbytes(*(t for t in (*layer.inputs, *layer.outputs) if t in inside)) for layer in layers]
-
     def add_private(self, index: int) -> None:
         """What one region holds only while it runs, and what a kept region holds in between."""
-        region, layers, own = self.regions[index], self.layers[index], self.backward(index)
-        held = peak = forward = 0
-        of_weights = until_the_end(layers) if self.graph.updates_in_backward else [0] * len(layers)
-        for layer, inside, weights in zip(layers, self.inside_bytes(index), of_weights, strict=True):
-            # What a layer call holds, its backward step and those of all later layer calls find there.
-            own_outputs = (t for t in layer.outputs if t in self.read[index] and self.is_own(t, index))
-            held += layer.internal_bytes + self.graph.nbytes(*own_outputs)
-            peak = max(peak, held + weights + self.gradients[self.graph.position[layer.name]])
-            forward = max(forward, inside + (0 if region.recompute else held))
+        own, part = self.backward(index), self.parts[index]
         replaying = self.replays.most(index) - self.graph.nbytes(*self.replays.forgotten[index])
-        if self.graph.is_compiled:
-            peak, given = self.compiled_bytes(index)
-            replaying += given
-        self.add(forward, index, index)
-        self.add(max(peak, replaying), own, own)
-        self.add(of_weights[0], own + 1, min(own + 1, 2 * self.count - 1))  # the update runs beside the next backward pass
-        if not region.recompute:
-            self.add(held, index + 1, own - 1)
+        backward = part.backward
+        if part.compiled:
+            backward += self.others_gradients[index]
+            replaying += part.compiled.given + self.others_gradients[index]
+        self.add(part.forward, index, index)
+        self.add(max(backward, replaying), own, own)
+        self.add(part.of_weights, own + 1, min(own + 1, 2 * self.count - 1))  # the update runs beside the next backward pass
+        if not self.regions[index].recompute:
+            self.add(part.held, index + 1, own - 1)
 
-    def compiled_bytes(self, index: int) -> tuple[int, int]:
-        """What XLA's backward function of a region holds with all gradients that are there, and those that it is given."""
-        region, graph = self.regions[index], self.graph
-        memory = known_backward_memory(graph, region)
-        others = self.passing_gradients[index]
-        if not graph.updates_in_backward:
-            others += sum(layer.weight_bytes for layers in self.layers[index + 1 :] for layer in layers)
-        of_weights = memory.of_weights * (region.recompute or not graph.updates_in_backward)
-        return memory.inside + memory.given + memory.returned + of_weights + others, memory.given + others
+    @cached_property
+    def others_gradients(self) -> list[int]:
+        """By region: gradients that are there in its backward pass, and are none that its function is given or returns."""
+        waiting = [0] * self.count
+        if not self.graph.updates_in_backward:
+            of_weights = [sum(layer.weight_bytes for layer in layers) for layers in self.layers]
+            waiting = [total - own for total, own in zip(list(accumulate(of_weights[::-1]))[::-1], of_weights, strict=True)]
+        return [one + more for one, more in zip(self.passing_gradients, waiting, strict=True)]
 
     @cached_property
     def passing_gradients(self) -> list[int]:
@@ -176,32 +151,3 @@ class _Timeline:
 
     def is_crossing(self, tensor: str, index: int) -> bool:
         return self.last_reader.get(tensor, index) > index
-
-    def is_own(self, tensor: str, index: int) -> bool:
-        """Whether what a backward step reads and has not saved takes memory of its own in a region."""
-        if self.is_crossing(tensor, index):
-            return self.regions[index].recompute  # a kept region has what `keepers` say
-        return tensor not in self.virtual
-
-
-def recomputed(layers: Sequence[LayerCall], saved: set[str], virtual: frozenset[str] = frozenset()) -> tuple[set[str], list[str]]:
-    """What the backward pass of a region makes again.
-
-    Args:
-        layers: The region's layer calls.
-        saved: The tensors that the region has saved: its inputs, and layer outputs inside it.
-        virtual: Tensors that are never written inside a region; who reads one reads what it is made of.
-
-    Returns:
-        The tensors made again that a backward step reads, and the names of the layer calls that run again, the last one first:
-        those whose outputs a backward step reads, those whose backward steps read what they hold, and those that these need.
-    """
-    read = {tensor for layer in layers for tensor in layer.saved_for_backward} - saved
-    needed, again = set(read), []
-    for layer in reversed(layers):
-        if layer.internal_bytes or needed.intersection(layer.outputs):
-            needed.update(set(layer.inputs) - saved)
-            again.append(layer.name)
-        if not virtual.isdisjoint(layer.outputs) and not read.isdisjoint(layer.outputs):
-            read.update(set(layer.inputs) - saved)
-    return read, again

@@ -62,7 +62,7 @@ class ReplayBytes:
         regions: Sequence[Region],
         made_in: Mapping[str, int],
         nbytes: Callable[..., int],
-        while_running: Callable[[int], int],
+        while_running: Sequence[int],
     ):
         self.regions, self.made_in, self.nbytes, self.while_running = regions, made_in, nbytes, while_running
         self.sources = sources_of(regions, made_in)
@@ -101,4 +101,4 @@ class ReplayBytes:
 
     def _running(self, index: int, there: Iterable[str]) -> int:
         away = (one.tensor for one in self.regions[index].saved if one.is_away)
-        return self.nbytes(*there, *away) + self.while_running(index)
+        return self.nbytes(*there, *away) + self.while_running[index]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from keras_sn.errors import PlanError
 from keras_sn.graph import LayerGraph
 from keras_sn.plan import DEVICE, PLACES, Free, Instruction, Offload, Prefetch, Region, Run, Saved
-from keras_sn.predict import recomputed
+from keras_sn.region_bytes import recomputed
 from keras_sn.simulate import simulate
 from keras_sn.steps import RECOMPUTE, Step, tensor_bytes, training_steps
 

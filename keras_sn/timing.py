@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from keras_sn.cost import StepCosts
 from keras_sn.plan import Plan, Region
-from keras_sn.predict import recomputed
+from keras_sn.region_bytes import region_bytes
 from keras_sn.replays import sources_of, totals
 
 
@@ -69,21 +69,12 @@ class _Clock:
         self.forward = [more + sum(costs.forward[p] for p in one) for more, one in zip(overhead, places, strict=True)]
         self.backward = [more + sum(costs.backward[p] for p in one) for more, one in zip(overhead, places, strict=True)]
         self.made_in = {t: index for index, one in enumerate(places) for place in one for t in graph.layers[place].outputs}
-        again = [self._places_again(index) for index in range(len(regions))]
+        again = [region_bytes(graph, region).again for region in regions]
         self.again = [sum(costs.forward[place] for place in one) for one in again]
         self.forward_kernels = [sum(costs.kernels[place][0] for place in one) for one in places]
         self.kernels = sum(map(sum, costs.kernels)) + sum(costs.kernels[place][0] for one in again for place in one)
         self._add_replays()
         self.now = self.stalled = self.link_free_at = 0.0
-
-    def _places_again(self, index: int) -> list[int]:
-        """The layer calls that a region runs again inside its backward function."""
-        region, graph = self.regions[index], self.costs.graph
-        if not region.recompute:
-            return []
-        layers = graph.layers_named(region.layers)
-        _, names = recomputed(layers, {one.tensor for one in region.saved})
-        return [graph.position[name] for name in names]
 
     def _add_replays(self) -> None:
         """The regions that run again before a region's backward pass, and the copies that these wait for."""

@@ -2,10 +2,9 @@
 
 import pytest
 
-from keras_sn.backward_memory import backward_memory, gradient_levels, known_backward_memory
+from keras_sn.backward_memory import backward_memory, gradient_levels
 from keras_sn.fusion import as_compiled
 from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
-from keras_sn.plan import Region, Saved
 
 MB = 10**6
 
@@ -175,8 +174,6 @@ def test_a_gradient_that_later_regions_have_begun_is_given():
     network.sum("end", "first second")
     graph = network.graph()
     assert backward_memory(graph, graph.layers[1:2], frozenset(["first"])).given == 12 * MB
-    region = Region(("second",), (Saved("first"),))
-    assert known_backward_memory(graph, region) is known_backward_memory(graph, region)
 
 
 def test_a_graph_without_layer_calls_has_no_gradients():
