@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_sn import keras_internals
+from keras_sn.drafts import unread_inputs
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import TensorSpec
 from keras_sn.layer_calls import ModelTrace, TracedCall, variables_of_call
@@ -46,6 +47,8 @@ class RegionBody:
     """The model's compute dtype if it differs from its variables', else None."""
     borrowed: tuple[keras.Variable, ...] = ()
     """Weights that its layers use and do not own (a function may close over another layer)."""
+    unread: frozenset[str] = frozenset()
+    """Those of its inputs whose values its backward function needs for nothing, and which are not saved."""
     in_turn: frozenset[str] = frozenset()
     """Tensors that its calls read whose gradients add up in a given order; see Note: [In turn] in `regions`."""
 
@@ -103,7 +106,9 @@ def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str |
         end = graph.position[region.layers[-1]]
         outputs = [name for call in calls for name in call.outputs if graph.last_use.get(name, -1) > end]
         saved = tuple(one.tensor for one in region.saved if one.tensor in made)
+        unread = unread_inputs(graph.layers_named(region.layers)).difference(one.tensor for one in region.saved)
         read_later = frozenset(name for name in inputs if graph.last_use[name] > end)
         in_turn = trace.in_turn.intersection(name for call in calls for name in call.inputs)
-        bodies.append(RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype, in_turn=in_turn))
+        more = {"in_turn": in_turn, "unread": frozenset(unread)}
+        bodies.append(RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype, **more))
     return bodies

@@ -49,8 +49,8 @@ def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:
     staying = _read_by_kept(graph, draft)
     inside = [dict(_wanted_inside(graph, run, draft)) for run in cut]
     away = {tensor for tensor in draft.away - staying if may_leave(graph, tensor)}
-    inputs = [inputs_of(graph.layers[run.start : run.stop]) for run in cut]
     forgotten = _forgotten(graph, draft, staying)
+    inputs = [_read_again(graph.layers[run.start : run.stop], forgotten) for run in cut]
     waiting = {t for run, own in zip(cut, inputs, strict=True) if run[-1] not in draft.kept for t in own}
     regions = []
     for run, own, wanted in zip(cut, inputs, inside, strict=True):
@@ -85,6 +85,20 @@ def inputs_of(layers: Sequence[LayerCall]) -> list[str]:
     """What the layer calls read from outside, in the order of reading."""
     made = {tensor for layer in layers for tensor in layer.outputs}
     return list(dict.fromkeys(tensor for layer in layers for tensor in layer.inputs if tensor not in made))
+
+
+def unread_inputs(layers: Sequence[LayerCall]) -> set[str]:
+    """Those inputs of a region whose values its backward function needs for nothing, only their shapes."""
+    read = {tensor for layer in layers for tensor in layer.inputs}
+    of_values = (layer for layer in layers if not (layer.reads_only_shapes and read.isdisjoint(layer.outputs)))
+    return set(inputs_of(layers)).difference(tensor for layer in of_values for tensor in layer.inputs)
+
+
+def _read_again(layers: Sequence[LayerCall], forgotten: set[str]) -> list[str]:
+    """The inputs that a region saves: all that its backward function reads, or its forward function if it runs again."""
+    runs_again = any(tensor in forgotten for layer in layers for tensor in layer.outputs)
+    unread = set() if runs_again else unread_inputs(layers)
+    return [tensor for tensor in inputs_of(layers) if tensor not in unread]
 
 
 def may_leave(graph: LayerGraph, tensor: str) -> bool:

@@ -4,7 +4,9 @@ The region that makes one that waits nowhere runs again when a later region's ba
 pass of a few regions, where a copy to the host and back may cost more. In: a draft. Out: candidates.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from keras_sn.candidates import Candidate
 from keras_sn.cost import StepCosts
@@ -33,11 +35,10 @@ def until_it_fits(costs: StepCosts, draft: Draft, place: str, try_out: TryOut, f
     order = _by_price(costs, draft)
     if place == HOST:
         order = sorted(set(order) - draft.away, key=costs.graph.producer.__getitem__)
-    while not fits(candidate := try_out(draft)):
-        if not order:
-            return None
-        draft = with_place(draft, order.pop(0), place)
-    return candidate
+    moved = list(accumulate(order, lambda draft, tensor: with_place(draft, tensor, place), initial=draft))
+    if not fits(try_out(moved[-1])):
+        return None
+    return try_out(moved[bisect_left(moved, True, key=lambda draft: fits(try_out(draft)))])
 
 
 def descend(costs: StepCosts, best: Candidate, try_out: TryOut, fits: Fits) -> Candidate:

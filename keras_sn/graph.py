@@ -64,6 +64,8 @@ class LayerCall:
     """What it holds is drawn at random (dropout)."""
     is_convolution: bool = False
     """Its arithmetic runs at the device's rate for convolutions."""
+    reads_only_shapes: bool = False
+    """Its backward step needs no values: an addition, a concatenation."""
     gradient_in_place: bool = False
     """The gradient of the input overwrites the gradient of the output (activations, LRN and softmax in the paper)."""
 

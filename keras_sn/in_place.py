@@ -18,8 +18,15 @@ _IN_PLACE = (
 )
 """Additions and reshapes hand on the gradient itself; element-wise ones overwrite it, as TensorFlow and XLA do."""
 
-_OPERATIONS = {"Add", "Reshape", "Relu", "Identity", "Squeeze", "ExpandDims"}
-"""Class names of `keras.ops` between layers, whose classes are not public."""
+_OPERATIONS = {"Add", "Reshape", "Relu", "Identity", "Squeeze", "ExpandDims", "ActivationOf"}
+"""Class names of `keras.ops` between layers, whose classes are not public, and of what `activations_apart` divides."""
+
+_OF_SHAPES = (keras.layers.Add, keras.layers.Concatenate)
+
+
+def reads_only_shapes(operation: Any) -> bool:
+    """Whether the gradients of an operation's inputs depend on nothing but the gradient of its output and on shapes."""
+    return type(operation) in _OF_SHAPES and operation.activity_regularizer is None
 
 
 def hands_gradient_on(operation: Any) -> bool:

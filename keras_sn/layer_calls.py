@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.graph import DTYPE_BYTES, LayerCall, LayerGraph, TensorSpec
+from keras_sn.in_place import reads_only_shapes
 from keras_sn.op_costs import key_of_arguments
 from keras_sn.rules import traits_of
 
@@ -19,7 +20,7 @@ class CastTo(keras.Operation):
     """What a nested model does to an input of another dtype than the one it was built for."""
 
     def __init__(self, dtype: str):
-        super().__init__()
+        super().__init__(name="CastTo")
         self.dtype = dtype
 
     def call(self, x):
@@ -31,6 +32,9 @@ class CastTo(keras.Operation):
 
 class PassMask(keras.Operation):
     """What a nested model does to an output without a mask: it gets the mask of the model's first input."""
+
+    def __init__(self):
+        super().__init__(name="PassMask")
 
     def call(self, output, first_input):
         if keras_internals.get_mask(first_input) is None or keras_internals.get_mask(output) is not None:
@@ -208,5 +212,6 @@ def layer_call_of(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]
         fused_internal_bytes=traits.fused_internal_bytes,
         draws=traits.draws,
         gradient_in_place=traits.gradient_in_place,
+        reads_only_shapes=reads_only_shapes(call.operation),
         weight_bytes=sum(prod(w.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(w.dtype)] for w in weights),
     )

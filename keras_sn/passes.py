@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_sn import keras_internals
 from keras_sn.plan import Region
 from keras_sn.pool import TIERS, behind
-from keras_sn.regions import EAGER, RegionBody, RegionFunction, RegionResult
+from keras_sn.regions import EAGER, RegionBody, RegionFunction, RegionResult, shape_of
 from keras_sn.steps import RECOMPUTE
 
 
@@ -148,6 +148,7 @@ def save(one_pass: Pass, index: int, region: Region, body: RegionBody, inputs: l
     if new and one_pass.mode != EAGER:  # eager steps run in order
         one_pass.stored[index] = list(new.values())
     stored = {name: one_pass.in_tier.get(name, value) for name, value in values.items() if name not in replays}
+    stored.update((name, shape_of(values[name])) for name in body.unread)
     started = one_pass.started
 
     def fetch(again: Replays) -> tuple[list[Any], list[Any]]:

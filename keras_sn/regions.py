@@ -5,7 +5,7 @@ again gives the same numbers and changes nothing. Forward and backward are two f
 can neither merge a recomputation with the forward pass nor start it early. Regions of equal structure share them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -33,6 +33,19 @@ class RegionResult(NamedTuple):
     """Of `RegionBody.inside_only`: what only its backward pass wants."""
     passed_on: list[Any]
     """Of `RegionBody.inputs_in_turn`: what later regions read; see Note: [In turn]."""
+
+
+def shape_of(tensor: Any) -> Any:
+    """A tensor's shape in a form that takes no memory: the tensor without any of its numbers, if that can be undone."""
+    is_known = tensor.shape.rank and tensor.shape[-1] and tensor.dtype.is_floating
+    return tensor[..., :0] if is_known else tensor
+
+
+def _of_shape(tensor: Any, shape: Sequence[int]) -> Any:
+    """Any tensor of the shape that `shape_of` tells; other tensors as they are."""
+    if not shape or not shape[-1] or tensor.shape.rank != len(shape) or tensor.shape[-1] != 0:
+        return tensor
+    return tf.pad(tensor, [[0, 0]] * (len(shape) - 1) + [[0, shape[-1]]])
 
 
 class RegionFunction:
@@ -74,6 +87,7 @@ class RegionFunction:
         Gradients of outputs are None where the loss does not depend on them. `seeds` are the gradients that the wanted inputs
         have from later regions, or None; this region's contributions are added to them.
         """
+        inputs = [_of_shape(x, spec.shape) for x, spec in zip(inputs, self.body.input_specs, strict=True)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             sources = [x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
             tape.watch(sources)

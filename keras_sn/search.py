@@ -9,6 +9,7 @@ what waits, with what only its own backward pass holds, fits. The idea is that o
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -85,7 +86,9 @@ class RegionSearch:
         price = FORGOTTEN_TIMES * (1 - waiting_share) * self.seconds_per_byte
         for spans in self.columns:
             grown = [
-                _grow(labels[columns.before + 1], columns, room_bytes, model, waiting_share, price, ahead) for columns in spans
+                _grow(labels[columns.before + 1], columns, room_bytes, model, waiting_share, price, ahead)
+                for columns in spans
+                if labels[columns.before + 1].least_waiting + columns.least_bytes <= room_bytes
             ]
             labels.append(_Labels.best(grown, seconds_per_host_byte))
         final = labels[-1]
@@ -105,7 +108,8 @@ class RegionSearch:
                 ways.append((option.level, leaving))
         seconds = self.seconds_until[:, self.spans.ends[index] + 1] - self.seconds_until[:, span.first]
         waits, leaves, transient, own_seconds = np.array(rows, dtype=float).T
-        return _Columns(before, span, np.array(ways, dtype=int), waits, leaves, transient, own_seconds, seconds)
+        least = float((waits + leaves + transient).min()) + span.input_bytes
+        return _Columns(before, span, np.array(ways, dtype=int), waits, leaves, transient, own_seconds, seconds, least)
 
     def _draft(self, choices: Sequence[Choice]) -> Draft:
         graph = self.spans.graph
@@ -158,9 +162,15 @@ class _Labels:
         zero = np.zeros(1)
         return cls(zero, zero, zero, zero, zero, zero, np.zeros((1, 4), dtype=int))
 
+    @cached_property
+    def least_waiting(self) -> float:
+        return float(self.waiting.min(initial=inf))
+
     @classmethod
     def best(cls, grown: "Sequence[_Labels]", seconds_per_host_byte: float) -> "_Labels":
         """The labels of which none beats another, thinned to `MAX_LABELS` of each kind."""
+        if not grown:
+            return cls(*[np.zeros(0)] * 6, np.zeros((0, 4), dtype=int))
         joined = {name: np.concatenate([getattr(one, name) for one in grown]) for name in cls.__dataclass_fields__}
         price = joined["seconds"] + joined["copy_seconds"] + seconds_per_host_byte * joined["host_bytes"]
         kept = []
@@ -202,6 +212,8 @@ class _Columns:
     seconds: np.ndarray
     compute_seconds: np.ndarray
     """Of the layer calls, forward and backward: what copies of the region before can hide behind."""
+    least_bytes: float
+    """That the span takes at least while it runs."""
 
 
 def _grow(

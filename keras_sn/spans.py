@@ -140,6 +140,8 @@ class _Scan:
         """What layer calls read that are not fusible."""
         self.levels = [_Level() for _ in SAVED_SHARES]
         self.inputs: set[str] = set()
+        """Those that it saves."""
+        self.read_inside: set[str] = set()
         self.kept_bytes = 0
         self.internal_bytes = self.largest_gradients = self.largest_inside = self.weight_bytes = self.given_bytes = 0
         self.gradients = gradient_bytes(of.graph)
@@ -167,7 +169,9 @@ class _Scan:
 
     def add_inputs(self, layer: LayerCall) -> None:
         self.inputs.difference_update(layer.outputs)
-        self.inputs.update(tensor for tensor in layer.inputs if tensor in self.of.nbytes)
+        if not layer.reads_only_shapes or not self.read_inside.isdisjoint(layer.outputs):
+            self.inputs.update(tensor for tensor in layer.inputs if tensor in self.of.nbytes)
+        self.read_inside.update(layer.inputs)
         self.kept_bytes += sum(self.of.nbytes[tensor] for tensor in layer.outputs if tensor in self.read)
 
     def add_to_level(self, level: _Level, index: int, layer: LayerCall) -> None:
