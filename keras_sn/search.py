@@ -47,11 +47,9 @@ class RegionSearch:
     may_offload: bool = True
 
     @cached_property
-    def columns(self) -> "list[list[_Columns]]":
-        """The candidates as columns of numbers for `find`."""
-        return [
-            [self._columns(before, index, span) for before, span in spans] for index, spans in enumerate(self.spans.candidates)
-        ]
+    def columns(self) -> "list[_Columns]":
+        """By boundary: the spans that end there as columns of numbers for `find`."""
+        return [self._columns(index, spans) for index, spans in enumerate(self.spans.candidates)]
 
     @cached_property
     def seconds_until(self) -> np.ndarray:
@@ -84,32 +82,43 @@ class RegionSearch:
         """
         labels, model = [_Labels.first()], self.spans.costs.model  # by boundary plus one
         price = FORGOTTEN_TIMES * (1 - waiting_share) * self.seconds_per_byte
-        for spans in self.columns:
-            grown = [
-                _grow(labels[columns.before + 1], columns, room_bytes, model, waiting_share, price, ahead)
-                for columns in spans
-                if labels[columns.before + 1].least_waiting + columns.least_bytes <= room_bytes
-            ]
-            labels.append(_Labels.best(grown, seconds_per_host_byte))
+        for columns in self.columns:
+            grown = _grow(labels, columns, room_bytes, model, waiting_share, price, ahead)
+            labels.append(grown.best(seconds_per_host_byte))
         final = labels[-1]
         order = np.argsort(final.seconds + 2 * final.copy_seconds + seconds_per_host_byte * final.host_bytes, kind="stable")
         return [self._draft(self._trace_back(labels, int(place))) for place in order[:count]]
 
-    def _columns(self, before: int, index: int, span: Span) -> "_Columns":
-        rows, ways = [], []
+    def _columns(self, index: int, spans: Sequence[tuple[int, Span]]) -> "_Columns":
+        rows = [self._ways(span) for _, span in spans]
+        numbers = np.full((len(rows), max(map(len, rows), default=0), 6), inf)
+        for place, ways in enumerate(rows):
+            numbers[place, : len(ways)] = ways
+        until, end = self.seconds_until, self.spans.ends[index] + 1
+        first = np.array([span.first for _, span in spans], dtype=int)
+        return _Columns(
+            np.array([before for before, _ in spans], dtype=int),
+            first,
+            np.array([span.input_bytes for _, span in spans], dtype=float),
+            [np.array(span.read_before, dtype=float).reshape(-1, 3) for _, span in spans],
+            numbers[..., 0],
+            numbers[..., 1],
+            *np.moveaxis(numbers[..., 2:], -1, 0),
+            until[:, end, None] - until[:, first],
+        )
+
+    def _ways(self, span: Span) -> list[tuple[float, ...]]:
+        """Level, what leaves, bytes that wait, leave and are there only while it runs, seconds; a row for each way."""
+        rows: list[tuple[float, ...]] = []
         has_inputs = span.input_bytes > 0 or bool(span.read_before)
         for option in span.options:
             inside = option.saved_bytes
             possible = [(STAY, inside, 0)]
             if option.level != KEEP and self.may_offload:
                 possible += [(INPUTS_LEAVE, inside, 0)] * has_inputs + [(ALL_LEAVE, 0, inside)] * (inside > 0)
-            for leaving, waits, leaves in possible:
-                rows.append((waits, leaves, max(option.backward_bytes, span.forward_bytes), option.seconds))
-                ways.append((option.level, leaving))
-        seconds = self.seconds_until[:, self.spans.ends[index] + 1] - self.seconds_until[:, span.first]
-        waits, leaves, transient, own_seconds = np.array(rows, dtype=float).T
-        least = float((waits + leaves + transient).min()) + span.input_bytes
-        return _Columns(before, span, np.array(ways, dtype=int), waits, leaves, transient, own_seconds, seconds, least)
+            transient = max(option.backward_bytes, span.forward_bytes)
+            rows += [(option.level, leaving, waits, leaves, transient, option.seconds) for leaving, waits, leaves in possible]
+        return rows
 
     def _draft(self, choices: Sequence[Choice]) -> Draft:
         graph = self.spans.graph
@@ -162,26 +171,20 @@ class _Labels:
         zero = np.zeros(1)
         return cls(zero, zero, zero, zero, zero, zero, np.zeros((1, 4), dtype=int))
 
-    @cached_property
-    def least_waiting(self) -> float:
-        return float(self.waiting.min(initial=inf))
-
-    @classmethod
-    def best(cls, grown: "Sequence[_Labels]", seconds_per_host_byte: float) -> "_Labels":
+    def best(self, seconds_per_host_byte: float) -> "_Labels":
         """The labels of which none beats another, thinned to `MAX_LABELS` of each kind."""
-        if not grown:
-            return cls(*[np.zeros(0)] * 6, np.zeros((0, 4), dtype=int))
-        joined = {name: np.concatenate([getattr(one, name) for one in grown]) for name in cls.__dataclass_fields__}
-        price = joined["seconds"] + joined["copy_seconds"] + seconds_per_host_byte * joined["host_bytes"]
+        price = self.seconds + self.copy_seconds + seconds_per_host_byte * self.host_bytes
         kept = []
         for sends in (False, True):
-            places = np.flatnonzero((joined["leaving"] > 0) == sends)
-            places = places[np.lexsort((price[places], joined["waiting"][places]))]
+            places = np.flatnonzero((self.leaving > 0) == sends)
+            places = places[np.lexsort((price[places], self.waiting[places]))]
             lowest = np.minimum.accumulate(price[places]) if len(places) else price[:0]
             better = np.concatenate([[True], lowest[1:] < lowest[:-1]]) if len(places) else np.zeros(0, dtype=bool)
             kept.append(_thin(places[better], price))
-        places = np.concatenate(kept)
-        return cls(**{name: column[places] for name, column in joined.items()})
+        return self.at(np.concatenate(kept))
+
+    def at(self, places: np.ndarray) -> "_Labels":
+        return _Labels(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
 
 
 def _thin(places: np.ndarray, price: np.ndarray) -> np.ndarray:
@@ -196,13 +199,18 @@ def _thin(places: np.ndarray, price: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Columns:
-    """A span with a column for each way to treat it."""
+    """The spans that end at one boundary, a row each, with a column for each way to treat one; infinite where it has fewer."""
 
-    before: int
+    before: np.ndarray
     """The boundary before it; -1: none."""
-    span: Span
-    ways: np.ndarray
-    """A row each: level, what leaves."""
+    first: np.ndarray
+    """Position of its first layer call."""
+    input_bytes: np.ndarray
+    read_before: list[np.ndarray]
+    """Its other inputs, as in `Span`."""
+    level: np.ndarray
+    leaving: np.ndarray
+    """What leaves."""
     waits: np.ndarray
     """Bytes inside that wait on the device for its backward pass."""
     leaves: np.ndarray
@@ -211,13 +219,11 @@ class _Columns:
     """Bytes of its own forward or backward pass, whichever are more."""
     seconds: np.ndarray
     compute_seconds: np.ndarray
-    """Of the layer calls, forward and backward: what copies of the region before can hide behind."""
-    least_bytes: float
-    """That the span takes at least while it runs."""
+    """Two rows: of the layer calls, forward and backward: what copies of the region before can hide behind."""
 
 
 def _grow(
-    labels: _Labels,
+    labels: Sequence[_Labels],
     columns: _Columns,
     room_bytes: float,
     model: CostModel,
@@ -225,28 +231,44 @@ def _grow(
     seconds_per_forgotten_byte: float,
     ahead: bool,
 ) -> _Labels:
-    """All labels that come of adding one span, in each of its ways, to each label, and that fit."""
-    inputs = np.full(len(labels.start), float(columns.span.input_bytes))
-    for producer, reader, nbytes in columns.span.read_before:
-        is_saved = (producer < labels.start) & (labels.start <= reader)  # by the region before, which reads it
-        inputs += nbytes * ~is_saved
-    stays = columns.ways[:, 1] == STAY
-    staying = inputs[:, None] * stays
-    waiting = labels.waiting[:, None] + columns.waits + waiting_share * staying
-    leaving = columns.leaves + inputs[:, None] * ~stays
+    """All labels that come of adding each span, in each of its ways, to each label at the boundary before it, and that fit."""
+    span = np.repeat(np.arange(len(columns.before)), [len(labels[before + 1].start) for before in columns.before])
+    joined = [np.concatenate([getattr(labels[before + 1], name) for before in columns.before]) for name in _NUMBERS]
+    waiting, leaving, copy_seconds, seconds, host_bytes, start = joined
+    inputs = _input_bytes(columns, span, start)[:, None]
+    stays = columns.leaving[span] == STAY
+    left = columns.leaves[span] + np.where(stays, 0.0, inputs)
+    staying = np.where(stays, inputs, 0.0)
     # What the region before sends away is still there in the forward pass, and on its way back in the backward pass.
-    own = columns.waits + staying + columns.transient
-    needed = labels.waiting[:, None] + own + leaving + labels.leaving[:, None] * ahead
+    own = columns.waits[span] + staying + columns.transient[span]
+    needed = waiting[:, None] + own + left + leaving[:, None] * ahead
     old, way = np.nonzero(needed <= room_bytes)
-    hidden = columns.compute_seconds * (model.copies_overlap, model.copies_overlap and ahead)
-    not_hidden = sum(np.maximum(0.0, labels.copy_seconds - one) for one in hidden)
-    left = leaving[old, way]
+    hidden = columns.compute_seconds[:, span] * np.array([[model.copies_overlap], [model.copies_overlap and ahead]])
+    not_hidden = np.maximum(0.0, copy_seconds - hidden).sum(axis=0)
+    kind, left, staying = span[old], left[old, way], staying[old, way]
+    place = old - np.searchsorted(span, kind)  # among the labels of its boundary
     return _Labels(
-        waiting[old, way],
+        waiting[old] + columns.waits[kind, way] + waiting_share * staying,
         left,
         np.where(left > 0, model.transfer_seconds(left), 0.0),
-        (labels.seconds + not_hidden)[old] + columns.seconds[way] + (seconds_per_forgotten_byte * staying)[old, way],
-        labels.host_bytes[old] + left,
-        np.full(len(old), float(columns.span.first)),
-        np.column_stack([np.full(len(old), columns.before), old, columns.ways[way]]),
+        (seconds + not_hidden)[old] + columns.seconds[kind, way] + seconds_per_forgotten_byte * staying,
+        host_bytes[old] + left,
+        columns.first[kind].astype(float),
+        np.column_stack([columns.before[kind], place, columns.level[kind, way], columns.leaving[kind, way]]).astype(int),
     )
+
+
+_NUMBERS = [name for name in _Labels.__dataclass_fields__ if name != "origin"]
+
+
+def _input_bytes(columns: _Columns, span: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """For each pair of a span and a label, the bytes of those inputs that the region before has not saved."""
+    found = columns.input_bytes[span]
+    ends = np.searchsorted(span, np.arange(len(columns.before) + 1))
+    for place, others in enumerate(columns.read_before):
+        if len(others):
+            producer, reader, nbytes = others.T
+            starts = start[ends[place] : ends[place + 1], None]
+            is_saved = (producer < starts) & (starts <= reader)  # by the region before, which reads it
+            found[ends[place] : ends[place + 1]] += (~is_saved) @ nbytes
+    return found
