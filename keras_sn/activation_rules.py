@@ -23,6 +23,11 @@ class Activation:
     is_expensive: bool = False
     """XLA does not compute it again where it is read: it keeps the error function, exponential or the like."""
 
+    @property
+    def needs_more_than_output(self) -> bool:
+        """Whether its backward step reads its input or holds something made of it."""
+        return self.reads_input or self.tensors_held > 0 or self.masks_held > 0
+
     def held_bytes(self, outputs: Sequence[TensorSpec]) -> int:
         return self.tensors_held * total_bytes(outputs) + self.masks_held * elements(outputs)
 

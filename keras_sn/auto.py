@@ -12,11 +12,10 @@ from keras_sn.drafts import Draft, draft_of
 from keras_sn.forgetting import descend, until_it_fits
 from keras_sn.graph import LayerGraph
 from keras_sn.improve import improve, simple_drafts
-from keras_sn.plan import HOST, Region
+from keras_sn.plan import Region
 from keras_sn.repeats import compiled_calls, equal_cuts_through, kinds, repeated
 from keras_sn.search import RegionSearch
 from keras_sn.spans import SpanCosts
-from keras_sn.steps import RECOMPUTE
 
 ROUNDS = 6
 """Searches, each with a room corrected by what the one before was off."""
@@ -34,7 +33,7 @@ FORGETFUL_GRAPH = 800
 """Layer calls; in a larger graph it takes too long to try what may be forgotten."""
 SLOW = 1.25
 """Times plain Keras; where a plan is faster than this, there is little to win by other kinds of plans."""
-WAITING_SHARES = (1.0, 0.6, 0.3, 0.0)
+WAITING_SHARES = (0.6, 0.3)
 """Of what waits, counted in drafts that fit once something in them is forgotten."""
 
 REPEATED_GRAPH = 300
@@ -42,6 +41,9 @@ REPEATED_GRAPH = 300
 REGION_COUNTS = (8, 16, 32, 64)
 NEARLY = 0.03
 """Of the seconds: what a plan of equal regions may take longer."""
+
+SMALLER = 0.9
+"""Of the bytes of the smallest plan found: what the next one may take."""
 
 STARTS = 2
 """Plans that local search begins with."""
@@ -125,6 +127,20 @@ class Auto:
         return min(self._smallest, key=lambda one: one.peak_bytes)
 
     @cached_property
+    def smallest_at_any_price(self) -> Candidate:
+        """A plan that is made smaller for as long as that goes, however often something runs again for it."""
+        best = self.smallest
+        if len(self.graph.layers) > FORGETFUL_GRAPH:
+            return best
+        draft: Draft | None = best.draft or draft_of(self.graph, best.regions)
+        while draft is not None:
+            room = SMALLER * best.peak_bytes
+            found = until_it_fits(self.costs, draft, room, self.host_bytes != 0, lambda one, room=room: self._try_out(one, room))
+            fits = found is not None and found.fits(room, self.host_bytes)
+            best, draft = (found, found.draft) if fits else (best, None)
+        return best
+
+    @cached_property
     def _smallest(self) -> list[Candidate]:
         found = self._improved(list(self._ever_smaller()), inf, lambda one: (one.peak_bytes, one.seconds))
         found += [evaluate(self.costs, regions, 0) for regions in self.named]
@@ -142,14 +158,13 @@ class Auto:
         if not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH or not self._is_slow(found, room_bytes):
             return
         drafts = [draft for share in WAITING_SHARES for draft in self.search.find(room_bytes, waiting_share=share)]
-        drafts.append(draft_of(self.graph, self.smallest.regions))
         found_here = [one for one in self._smallest if one.draft]  # not another policy's, from which less can be won
         drafts += [min(found_here, key=lambda one: one.peak_bytes).draft] if found_here else []
         ways = (lambda draft: self._try_out(draft, room_bytes)), (lambda one: one.fits(room_bytes, self.host_bytes))
-        places = (RECOMPUTE,) if self.host_bytes == 0 else (RECOMPUTE, HOST)
-        tried = (until_it_fits(self.costs, draft, place, *ways) for draft in dict.fromkeys(drafts) for place in places)
-        starts = [one for one in tried if one]
+        tried = (until_it_fits(self.costs, draft, room_bytes, self.host_bytes != 0, ways[0]) for draft in dict.fromkeys(drafts))
+        starts = [one for one in tried if one and one.fits(room_bytes, self.host_bytes)]
         yield from starts
+        starts += [one for one in found if one.draft and one.fits(room_bytes, self.host_bytes)]
         if starts:
             yield descend(self.costs, min(starts, key=lambda one: one.seconds), *ways)
 

@@ -173,7 +173,8 @@ class _Backward:
     def peak(self) -> int:
         region, graph = self.region, self.graph
         for position, layer in enumerate(region.layers, region.first):
-            held = layer.internal_bytes + layer.weight_bytes * layer.is_convolution
+            # What a fusible one holds, if it has not drawn it, XLA computes where it is read.
+            held = layer.internal_bytes * (layer.draws or not layer.is_fusible) + layer.weight_bytes * layer.is_convolution
             self.buffers.append(_Buffer(held, 0, region.phase(position, 1)))
             crossing = (t for t in layer.outputs if region.is_crossing(t) and graph.tensors[t].is_differentiable)
             self.gradients.update(dict.fromkeys(crossing, ()))

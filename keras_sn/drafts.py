@@ -37,6 +37,11 @@ def joined(draft: Draft, end: int) -> Draft:
     return replace(draft, ends=ends, kept=draft.kept - {end}, remade=draft.remade - {end})
 
 
+def with_cut(draft: Draft, end: int) -> Draft:
+    """With one more cut, behind this position."""
+    return replace(draft, ends=tuple(sorted({*draft.ends, end})))
+
+
 def with_place(draft: Draft, tensor: str, place: str) -> Draft:
     """The draft in which a tensor, if it waits, waits in another of `plan.PLACES`."""
     away, forgotten = ({tensor} if place == one else set() for one in (HOST, RECOMPUTE))

@@ -1,48 +1,89 @@
-"""Lets tensors between regions wait elsewhere, one after the other, until a plan fits: on the host, or nowhere.
+"""Makes a plan smaller, one change after the other, until it fits, and then faster, for as long as it fits.
 
-The region that makes one that waits nowhere runs again when a later region's backward pass reads it. This costs another forward
-pass of a few regions, where a copy to the host and back may cost more. In: a draft. Out: candidates.
+What waits between regions may wait on the host, or nowhere: the region that makes it then runs again when a later region's
+backward pass reads it. This costs another forward pass of a few regions, where a copy to the host and back may cost more. And a
+region may be cut in two, so that less is made again at once. In: a draft. Out: candidates.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 
 from keras_sn.candidates import Candidate
 from keras_sn.cost import StepCosts
 from keras_sn.cuts import runs
-from keras_sn.drafts import Draft, inputs_of, joined, may_leave, with_place
+from keras_sn.drafts import Draft, inputs_of, joined, may_leave, with_cut, with_place
 from keras_sn.plan import DEVICE, HOST
+from keras_sn.predict import levels_of
 from keras_sn.steps import RECOMPUTE
 
-MAX_LOOKED_AT = 60_000
-"""Layer calls that all trials of one descent together may look at."""
+MAX_LOOKED_AT = 100_000
+"""Layer calls that all trials of one search together may look at."""
+
+DETOURS = 8
+"""Changes that save nothing by themselves, but may make room for others that do."""
 
 TryOut = Callable[[Draft], Candidate]
 Fits = Callable[[Candidate], bool]
+Move = Callable[[Draft], Draft | None]
+"""A change to a draft; None where it does not apply any more."""
 
 
-def until_it_fits(costs: StepCosts, draft: Draft, place: str, try_out: TryOut, fits: Fits) -> Candidate | None:
-    """Moves one tensor after the other until that fits; None if it never does.
+def until_it_fits(costs: StepCosts, draft: Draft, room_bytes: float, may_offload: bool, try_out: TryOut) -> Candidate | None:
+    """Makes that change which costs the fewest seconds for the bytes that it saves where there is no room, until there is room.
 
     Args:
         costs: The graph on its device.
         draft: Where to begin.
-        place: Where to: to `RECOMPUTE` those first that are cheap to make for their bytes, to `HOST` those that wait longest.
+        room_bytes: What activations and their gradients may take on the device.
+        may_offload: Whether tensors may go to the host.
         try_out: Predicts a draft.
-        fits: Whether a candidate fits the budgets.
+
+    Returns:
+        A candidate whose peak is at most `room_bytes`, or None.
     """
-    order = _by_price(costs, draft)
-    if place == HOST:
-        order = sorted(set(order) - draft.away, key=costs.graph.producer.__getitem__)
-    moved = list(accumulate(order, lambda draft, tensor: with_place(draft, tensor, place), initial=draft))
-    if not fits(try_out(moved[-1])):
-        return None
-    return try_out(moved[bisect_left(moved, True, key=lambda draft: fits(try_out(draft)))])
+    trials_left, detours_left = MAX_LOOKED_AT // max(1, len(costs.graph.layers)), DETOURS
+    best, seen = try_out(draft), {draft}
+    while best.peak_bytes > room_bytes:
+        missing = _missing_bytes(costs, best, room_bytes)
+        moves = [move for move in _relieving(costs, best, may_offload) if move not in seen]
+        trials_left -= len(moves)
+        tried = [try_out(move) for move in moves] if trials_left > 0 else []
+        saved = [(missing - _missing_bytes(costs, one, room_bytes), one) for one in tried]
+        better = [(max(0.0, one.seconds - best.seconds) / nbytes, one) for nbytes, one in saved if nbytes > 0]
+        if not better and (detours_left == 0 or not saved):
+            return None
+        detours_left -= not better
+        best = min(better, key=lambda pair: pair[0])[1] if better else max(saved, key=lambda pair: pair[0])[1]
+        seen.add(best.draft)
+    return best
+
+
+def _missing_bytes(costs: StepCosts, candidate: Candidate, room_bytes: float) -> float:
+    """By how much a plan exceeds the room, over all regions' forward and backward passes."""
+    levels = levels_of(costs.graph, candidate.regions, candidate.copy_window)
+    return sum(level - room_bytes for level in levels if level > room_bytes)
+
+
+def _relieving(costs: StepCosts, candidate: Candidate, may_offload: bool) -> Iterator[Draft]:
+    """Drafts in which less is there at the peak: something waits elsewhere, or the region there is cut in two."""
+    draft, count = candidate.draft, len(candidate.regions)
+    if draft is None:
+        return
+    levels = levels_of(costs.graph, candidate.regions, candidate.copy_window)
+    slot = max(range(len(levels)), key=levels.__getitem__)
+    region = min(slot, 2 * count - 1 - slot)
+    read_early = {one.tensor for other in candidate.regions[:region] for one in other.saved if one.tier == DEVICE}
+    read_late = {one.tensor for other in candidate.regions[region + 1 :] for one in other.saved if one.tier == DEVICE}
+    for tensor in sorted((read_early | read_late) - draft.saved):
+        if may_leave(costs.graph, tensor):
+            yield with_place(draft, tensor, RECOMPUTE)
+            if may_offload:
+                yield with_place(draft, tensor, HOST)
+    for end in list(runs(draft.ends)[region])[:-1]:
+        yield with_cut(draft, end)
 
 
 def descend(costs: StepCosts, best: Candidate, try_out: TryOut, fits: Fits) -> Candidate:
-    """Joins regions, and moves what waits, one at a time, as long as that makes a plan faster and it still fits."""
+    """Joins and cuts regions and moves what waits, one at a time, as long as that makes a plan faster and it still fits."""
     trials_left = MAX_LOOKED_AT // max(1, len(costs.graph.layers))
     changed = True
     while changed:
@@ -59,28 +100,24 @@ def descend(costs: StepCosts, best: Candidate, try_out: TryOut, fits: Fits) -> C
     return best
 
 
-def _moves(costs: StepCosts, best: Candidate) -> Iterator[Callable[[Draft], Draft | None]]:
-    """Changes to a draft; None where one does not apply any more."""
+def _moves(costs: StepCosts, best: Candidate) -> Iterator[Move]:
     draft = best.draft
     if draft is None:
         return
     for end in draft.ends[-2::-1]:
         yield lambda one, end=end: joined(one, end) if end in one.ends else None
-    waiting = sorted(_by_price(costs, draft) + list(draft.forgotten), key=costs.graph.nbytes)
+    waiting = sorted(_waiting(costs, draft) | draft.forgotten, key=lambda tensor: (costs.graph.nbytes(tensor), tensor))
     for tensor in waiting:
         yield lambda one, tensor=tensor: with_place(one, tensor, DEVICE) if tensor in one.away | one.forgotten else None
         yield lambda one, tensor=tensor: with_place(one, tensor, RECOMPUTE) if tensor in one.away else None
     for tensor in waiting:
         yield lambda one, tensor=tensor: with_place(one, tensor, HOST) if tensor in one.forgotten else None
+    for end in sorted(set(range(len(costs.graph.layers) - 1)) - set(draft.ends)):
+        yield lambda one, end=end: with_cut(one, end)
 
 
-def _by_price(costs: StepCosts, draft: Draft) -> list[str]:
-    """What waits between regions, by the seconds of making it again for each byte."""
-    graph, price = costs.graph, {}
-    for run in runs(draft.ends):
-        seconds = sum(costs.forward[position] for position in run)
-        for tensor in (tensor for position in run for tensor in graph.layers[position].outputs):
-            if may_leave(graph, tensor):
-                price[tensor] = seconds / graph.nbytes(tensor)
-    waiting = {t for run in runs(draft.ends) for t in inputs_of(graph.layers[run.start : run.stop]) if t in price}
-    return sorted(waiting - draft.forgotten, key=price.__getitem__)
+def _waiting(costs: StepCosts, draft: Draft) -> set[str]:
+    """What waits between regions and may wait elsewhere."""
+    layers = costs.graph.layers
+    read = {tensor for run in runs(draft.ends) for tensor in inputs_of(layers[run.start : run.stop])}
+    return {tensor for tensor in read if may_leave(costs.graph, tensor)} - draft.forgotten

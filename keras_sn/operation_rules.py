@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from keras_sn.activation_rules import ACTIVATIONS, relu_with, softmax_over, traits_or_none
+from keras_sn.activation_rules import ACTIVATIONS, activation_of, relu_with, softmax_over, traits_or_none
 from keras_sn.graph import TensorSpec
 from keras_sn.op_graph import contracted_size
 from keras_sn.traits import BuiltInRule, LayerTraits, elements, total_bytes
@@ -98,6 +98,10 @@ def _cast_to(operation, inputs, outputs):
     return LayerTraits(False, False, elements(outputs), is_fusible=True)
 
 
+def _activation_of(operation, inputs, outputs):
+    return traits_or_none(activation_of(operation.layer.activation), outputs)
+
+
 OPERATION_RULES: dict[str, BuiltInRule] = {
     **dict.fromkeys(_READ_NOTHING, _fixed(False, False)),
     **dict.fromkeys(_READ_OUTPUT, _fixed(False, True)),
@@ -109,5 +113,5 @@ OPERATION_RULES: dict[str, BuiltInRule] = {
     **{"Matmul": _matmul, "Einsum": _einsum, "MaxPool": _pooling, "AveragePool": _pooling, "Clip": _clip},
 }
 """By the name of the class."""
-OWN_OPERATIONS: dict[str, BuiltInRule] = {"CastTo": _cast_to, "PassMask": _cast_to}
-"""What flattening a nested model inserts; their classes are in `keras_sn.trace`, which imports the rules."""
+OWN_OPERATIONS: dict[str, BuiltInRule] = {"CastTo": _cast_to, "PassMask": _cast_to, "ActivationOf": _activation_of}
+"""What flattening a model inserts; the modules of their classes import the rules."""

@@ -83,7 +83,7 @@ def _operation_traits(operation, inputs, outputs, call, call_key) -> LayerTraits
     rule = None
     if not isinstance(operation, keras.Layer):
         module = type(operation).__module__
-        rules = OPERATION_RULES if module.startswith("keras.") else OWN_OPERATIONS if module == "keras_sn.trace" else {}
+        rules = OPERATION_RULES if module.startswith("keras.") else OWN_OPERATIONS if module.startswith("keras_sn.") else {}
         rule = rules.get(type(operation).__name__)
     if rule is not None:
         if (traits := rule(operation, inputs, outputs)) is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from keras_sn import keras_internals
+from keras_sn.activations_apart import apart
 from keras_sn.composites import may_be_opened, may_make_masks, open_call
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.graph import DTYPE_BYTES, LayerGraph, TensorSpec
@@ -182,7 +183,12 @@ class _Flattening:
                 self.masked.add(output)
         if may_make_masks(node.operation) or any(given in self.masked for _, given in bindings):
             self.masked.update(outputs)
-        self.calls.append(TracedCall(name, node.operation, node.arguments, bindings, outputs, getattr(node, "training", True)))
+        parts = apart(node.operation)
+        made_by = node.operation if parts is None else parts.product
+        self.calls.append(TracedCall(name, made_by, node.arguments, bindings, outputs, getattr(node, "training", True)))
+        if parts is not None:
+            (output,) = outputs
+            self.names[id(node.outputs[0])] = self._insert(parts.activation, (output,), name, self.specs[output])
 
     def _cast(self, name: str, dtype: Any, path: str) -> str:
         spec = self.specs[name]
@@ -194,7 +200,7 @@ class _Flattening:
         return self._insert(PassMask(), (name, first_input), path, self.specs[name])
 
     def _insert(self, operation: Any, inputs: tuple[str, ...], path: str, spec: TensorSpec) -> str:
-        name = self.call_name(f"{path}/{type(operation).__name__}")
+        name = self.call_name(f"{path}/{operation.name}")
         self.specs[name] = replace(spec, name=name, kind="activation")
         bindings = tuple(enumerate(inputs))
         if any(given in self.masked for given in inputs):

@@ -171,7 +171,7 @@ def test_a_composite_layer_becomes_the_calls_inside():
     model = keras.Model(x, Block(name="block")(x))
     scores = ("multiply", "einsum", "softmax", "dropout", "einsum#2", "attention_output")
     attention = [f"block/attention/{name}" for name in ("query", "key", "value", *scores)]
-    mlp = [f"block/mlp/{name}" for name in ("up", "dropout", "down", "dropout#2")]
+    mlp = [f"block/mlp/{name}" for name in ("up", "up/gelu", "dropout", "down", "dropout#2")]
     block = ["block/norm", *attention, "block/add", *mlp, "block/multiply", "block/add#2", "block/add#3"]
     assert [re.sub(r"(softmax|dropout)_\d+", r"\1", name) for name in _names(model)] == block
     traced = trace(model, 2)

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import keras
 import pytest
 from keras import layers as L
 
-from keras_sn.cost import ON_CPU, StepCosts
+from keras_sn.cost import ON_CPU, ON_GPU, StepCosts
 from keras_sn.errors import BudgetError, PlanError
 from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
 from keras_sn.plan import DEVICE, HOST, Plan
@@ -79,7 +81,7 @@ def test_memory_centric_segments_are_recomputed_from_their_checkpoint_for_each_l
     assert time_regions(costs, memory).seconds > time_regions(costs, speed).seconds
 
 
-def test_auto_takes_plain_keras_if_it_fits_and_offloads_only_if_it_must(graph):
+def test_auto_takes_plain_keras_if_it_fits_and_lets_tensors_wait_elsewhere_only_if_it_must(graph):
     plain = _plan(graph, "none").plain_peak_bytes
     recompute = _plan(graph, "recompute").planned_peak_bytes
     assert _plan(graph, "auto").is_plain
@@ -88,8 +90,15 @@ def test_auto_takes_plain_keras_if_it_fits_and_offloads_only_if_it_must(graph):
     assert not middle.is_plain
     assert middle.offloaded_bytes == 0
     tight = _plan(graph, "auto", budget_bytes=int(0.7 * recompute))
-    assert tight.offloaded_bytes > 0
+    assert {one.tier for region in tight.regions for one in region.saved} & {"host", "recompute"}
     assert tight.planned_peak_bytes <= 0.7 * recompute
+
+
+def test_what_a_fast_link_hides_leaves(graph):
+    """At a budget that leaves no room for what waits, copies that nothing waits for are cheaper than running regions again."""
+    fast = replace(ON_GPU, link_bytes_per_second=1e12)
+    budget = int(0.7 * _plan(graph, "recompute").planned_peak_bytes)
+    assert _plan(graph, "auto", budget_bytes=budget, cost_model=fast).offloaded_bytes > 0
 
 
 def test_auto_is_never_worse_than_another_policy_at_equal_bytes(graph):
