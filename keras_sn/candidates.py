@@ -50,10 +50,10 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
     if not any(one.is_away for region in regions for one in region.saved):
         return as_given(costs, regions, Plan.copy_window)
     if not costs.model.copies_overlap:  # nothing is won by copying early
-        return as_given(costs, one_ahead(regions), Plan.copy_window)
+        return as_given(costs, when_read(regions), Plan.copy_window)
     timed = schedule_prefetches(costs, regions)
     if _peak(costs, timed, 1) > room_bytes:
-        timed = min(in_time(costs, timed, room_bytes), one_ahead(regions), key=lambda one: _peak(costs, one, 1))
+        timed = min(in_time(costs, timed, room_bytes), when_read(regions), key=lambda one: _peak(costs, one, 1))
     windows = (window for window in COPY_WINDOWS if _peak(costs, timed, window) <= room_bytes)
     return as_given(costs, timed, next(windows, 1))
 
@@ -100,13 +100,21 @@ def in_time(costs: StepCosts, timed: Sequence[Region], room_bytes: float) -> lis
 
 
 def one_ahead(regions: Sequence[Region]) -> list[Region]:
-    """Each copy back starts while the region before its own computes in the backward pass."""
+    """Each copy back is asked for when the region before its own starts in the backward pass (section 3.3 of the paper)."""
     last = len(regions) - 1
     return [
         replace(
             region,
             saved=tuple(replace(one, prefetch_at=min(index + 1, last)) if one.is_away else one for one in region.saved),
         )
+        for index, region in enumerate(regions)
+    ]
+
+
+def when_read(regions: Sequence[Region]) -> list[Region]:
+    """Each copy back starts when its region's backward pass does, which waits for it."""
+    return [
+        replace(region, saved=tuple(replace(one, prefetch_at=index) if one.is_away else one for one in region.saved))
         for index, region in enumerate(regions)
     ]
 

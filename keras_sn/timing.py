@@ -1,7 +1,8 @@
 """The seconds of a plan of regions, on paper: compute, recomputation, and copies that queue behind each other.
 
 Forward: a region starts when the one before it is done and the copies of the region `copy_window` before it are. Backward: a
-copy back starts when its region's backward pass may start and the link is free; a backward pass waits for what it reads.
+copy back that is asked for when a region's backward pass starts begins when that is done, since TensorFlow lets copies wait for
+all that it has given the device before (traced on an H200); a backward pass waits for what it reads.
 """
 
 from bisect import bisect_left
@@ -54,8 +55,9 @@ def schedule_prefetches(costs: StepCosts, regions: Sequence[Region]) -> list[Reg
             link_is_needed_at = end - costs.model.transfer_seconds(costs.graph.nbytes(one.tensor))
             first = max(0, bisect_left(starts, link_is_needed_at, hi=len(regions) - 1 - index))
             first -= first > 0 and starts[first] > link_is_needed_at
+            first = max(0, first - 1)  # a copy begins when the region at whose start it is asked for is done
             # At least while the region before it in the backward pass computes.
-            at = max(len(regions) - 1 - first, min(index + 1, len(regions) - 1))
+            at = max(len(regions) - 1 - first, min(index + 2, len(regions) - 1))
             saved.append(replace(one, prefetch_at=at))
         result[index] = replace(region, saved=tuple(saved))
     return result
@@ -125,6 +127,10 @@ class _Clock:
         self.link_free_at = 0.0  # the link's other direction
         for index in range(last, -1, -1):
             for region, tensor in asked.get(index, ()):
-                arrived[region] = max(arrived[region], self.copy(tensor, self.now))
+                if region == index:
+                    arrived[region] = max(arrived[region], self.copy(tensor, self.now))
             self.wait_until(arrived[index])
             self.now += self.backward[index] + self.again[index]
+            for region, tensor in asked.get(index, ()):
+                if region != index:
+                    arrived[region] = max(arrived[region], self.copy(tensor, self.now))
