@@ -114,7 +114,22 @@ class _Region:
                 last = self.phase(min(self.graph.position[one.name] for one in siblings), 1)
                 read = {t for sibling in siblings for t in sibling.saved_for_backward if t in until}
                 until |= {tensor: max(last, until[tensor]) for tensor in read}
+        for tensor in self._pooled.intersection(until):  # an activation that is there anyway tells where it was positive
+            until[tensor] = max(until[tensor], self.phase(self._made_by_fusion_from(tensor), 1))
         return until
+
+    @property
+    def _pooled(self) -> set[str]:
+        """What a pooling layer and later regions read."""
+        read = {t for layer in self.layers if not (layer.is_fusible or layer.is_costly) for t in layer.inputs}
+        return {tensor for tensor in read if tensor in self.producer and self.is_crossing(tensor)}
+
+    def _made_by_fusion_from(self, tensor: str) -> int:
+        """The position of the first of the fusible layer calls that lead to a tensor."""
+        layer = self.producer[tensor]
+        while made := [self.producer[t] for t in layer.inputs if t in self.producer and self.producer[t].is_fusible]:
+            layer = made[0]
+        return self.graph.position[layer.name]
 
     def _made_from(self, tensor: str, is_derived: bool) -> Iterator[str]:
         """The tensors in memory that are read where a tensor is read; its own computation is repeated if it is fusible."""
@@ -173,8 +188,7 @@ class _Backward:
     def peak(self) -> int:
         region, graph = self.region, self.graph
         for position, layer in enumerate(region.layers, region.first):
-            # What a fusible one holds, if it has not drawn it, XLA computes where it is read.
-            held = layer.internal_bytes * (layer.draws or not layer.is_fusible) + layer.weight_bytes * layer.is_convolution
+            held = layer.internal_bytes + layer.weight_bytes * layer.is_convolution
             self.buffers.append(_Buffer(held, 0, region.phase(position, 1)))
             crossing = (t for t in layer.outputs if region.is_crossing(t) and graph.tensors[t].is_differentiable)
             self.gradients.update(dict.fromkeys(crossing, ()))
@@ -209,7 +223,9 @@ class _Backward:
     def give(self, tensor: str, layer: LayerCall, arriving: str, phase: int) -> None:
         """A contribution to the gradient of one of a layer call's inputs."""
         sources, there = self.gradients[arriving], self.gradients.get(tensor)
-        in_place = layer.gradient_in_place and self.graph.nbytes(arriving) == self.graph.nbytes(tensor)
+        # Nothing is written over what an activation with an error function or an exponential reads, too.
+        is_simple = layer.gradient_in_place and not layer.internal_bytes
+        in_place = is_simple and self.graph.nbytes(arriving) == self.graph.nbytes(tensor)
         if tensor in self.region.inputs:
             if layer.is_fusible and not in_place and not layer.weight_bytes:  # a part of it, taken or added up at the end
                 self.set(tensor, (*(there or ()), *sources), phase)
