@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 
 from keras_sn.candidates import Candidate, evaluate, from_draft
@@ -44,6 +44,10 @@ NEARLY = 0.03
 
 SMALLER = 0.9
 """Of the bytes of the smallest plan found: what the next one may take."""
+
+RELAXED_GRAPH = 100
+"""Layer calls; in a larger graph it takes too long to look at what would be best with more room."""
+LARGER = (1.03, 1.07, 1.12)
 
 STARTS = 2
 """Plans that local search begins with."""
@@ -160,6 +164,7 @@ class Auto:
         drafts = [draft for share in WAITING_SHARES for draft in self.search.find(room_bytes, waiting_share=share)]
         found_here = [one for one in self._smallest if one.draft]  # not another policy's, from which less can be won
         drafts += [min(found_here, key=lambda one: one.peak_bytes).draft] if found_here else []
+        drafts += self._of_larger_rooms(room_bytes) if len(self.graph.layers) <= RELAXED_GRAPH else []
         ways = (lambda draft: self._try_out(draft, room_bytes)), (lambda one: one.fits(room_bytes, self.host_bytes))
         tried = (until_it_fits(self.costs, draft, room_bytes, self.host_bytes != 0, ways[0]) for draft in dict.fromkeys(drafts))
         starts = [one for one in tried if one and one.fits(room_bytes, self.host_bytes)]
@@ -167,6 +172,18 @@ class Auto:
         starts += [one for one in found if one.draft and one.fits(room_bytes, self.host_bytes)]
         if starts:
             yield descend(self.costs, min(starts, key=lambda one: one.seconds), *ways)
+
+    def _of_larger_rooms(self, room_bytes: int) -> Iterator[Draft]:
+        """What would be best with a little more room."""
+        for room in (int(share * room_bytes) for share in LARGER):
+            ways = partial(self._try_out, room_bytes=room), partial(Candidate.fits, room_bytes=room, host_bytes=self.host_bytes)
+            relieved = (
+                until_it_fits(self.costs, draft, room, self.host_bytes != 0, ways[0])
+                for draft in self.search.find(room, waiting_share=WAITING_SHARES[0])
+            )
+            found = [one for one in (*self._within(room), *relieved) if one and ways[1](one)]
+            if found:
+                yield descend(self.costs, min(found, key=lambda one: one.seconds), *ways).draft
 
     def _is_slow(self, found: Sequence[Candidate], room_bytes: int) -> bool:
         seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)

@@ -91,8 +91,8 @@ class CostModel:
 
     def _seconds(self, layer: LayerCall, graph: LayerGraph, factor: int, nbytes: int) -> float:
         seconds = factor * layer.flops / self._flops_per_second(layer, graph)
-        # What it holds inside is written and read by kernels of their own; the backward step writes its gradient too. Of attention
-        # that is the scores, with a product, a softmax and another product around them (a trace of ViT on an H200).
+        # What it holds inside is written and read by kernels of their own; the backward step writes its gradient too. Of
+        # attention it is the scores, with a product, a softmax and another product around them (a trace of ViT on an H200).
         inside = (1 + factor if layer.is_convolution else 4 * factor) * layer.internal_bytes * layer.is_costly
         return self.launch_seconds + max(seconds, nbytes / self.bytes_per_second) + inside / self.bytes_per_second
 
