@@ -140,8 +140,9 @@ class Auto:
         while draft is not None:
             room = SMALLER * best.peak_bytes
             found = until_it_fits(self.costs, draft, room, self.host_bytes != 0, lambda one, room=room: self._try_out(one, room))
-            fits = found is not None and found.fits(room, self.host_bytes)
-            best, draft = (found, found.draft) if fits else (best, None)
+            draft = None
+            if found and found.fits(room, self.host_bytes):
+                best, draft = found, found.draft
         return best
 
     @cached_property
@@ -183,7 +184,8 @@ class Auto:
             )
             found = [one for one in (*self._within(room), *relieved) if one and ways[1](one)]
             if found:
-                yield descend(self.costs, min(found, key=lambda one: one.seconds), *ways).draft
+                best = descend(self.costs, min(found, key=lambda one: one.seconds), *ways)
+                yield from [best.draft] if best.draft else []
 
     def _is_slow(self, found: Sequence[Candidate], room_bytes: int) -> bool:
         seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)
