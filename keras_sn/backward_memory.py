@@ -14,13 +14,13 @@ The rules below were read off the buffers of the regions of four networks on an 
 - Convolutions hold their kernels in another layout until their gradients are made.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from math import inf
 
 from keras_sn.graph import LayerCall, LayerGraph
+from keras_sn.made_again import RegionAgain
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,109 +47,18 @@ def backward_memory(graph: LayerGraph, layers: Sequence[LayerCall], saved: froze
         layers: The region's layer calls, which follow one another.
         saved: What waits for its backward pass: its inputs, and layer outputs inside it.
     """
-    region = _Region(graph, tuple(layers), saved)
+    region = RegionAgain(graph, tuple(layers), saved)
     given = {t for layer in layers for t in layer.outputs if region.is_crossing(t) and graph.tensors[t].is_differentiable}
     added_to = {t for t in region.inputs if graph.last_use[t] > region.last}
     weights = sum(layer.weight_bytes for layer in layers)
     return BackwardMemory(_Backward(region).peak(), graph.nbytes(*given, *added_to), graph.nbytes(*region.inputs), weights)
 
 
-def virtual_inside(layers: Sequence[LayerCall]) -> set[str]:
-    """What only fusible layer calls of a region make and read: XLA computes it where it is read, and never writes it in there."""
-    found = {t for layer in layers if layer.is_fusible for t in layer.outputs}
-    return found - {t for layer in layers if not layer.is_fusible for t in layer.inputs}
-
-
-@dataclass(frozen=True, eq=False)
-class _Region:
-    graph: LayerGraph
-    layers: tuple[LayerCall, ...]
-    saved: frozenset[str]
-
-    @cached_property
-    def first(self) -> int:
-        return self.graph.position[self.layers[0].name]
-
-    @cached_property
-    def last(self) -> int:
-        return self.first + len(self.layers) - 1
-
-    @cached_property
-    def producer(self) -> dict[str, LayerCall]:
-        return {tensor: layer for layer in self.layers for tensor in layer.outputs}
-
-    @cached_property
-    def inputs(self) -> dict[str, None]:
-        """Those whose gradients it returns."""
-        return dict.fromkeys(t for layer in self.layers for t in self.differentiable(layer) if t not in self.producer)
-
-    def differentiable(self, layer: LayerCall) -> list[str]:
-        """Those inputs of a layer call that have gradients."""
-        graph = self.graph
-        return [t for t in dict.fromkeys(layer.inputs) if t in graph.producer and graph.tensors[t].is_differentiable]
-
-    def is_crossing(self, tensor: str) -> bool:
-        return self.graph.last_use.get(tensor, -1) > self.last
-
-    @cached_property
-    def virtual(self) -> set[str]:
-        return virtual_inside(self.layers)
-
-    def phase(self, position: int, step: int) -> int:
-        """When a backward step computes gradients of weights (0) or of inputs (1), in the order of the backward pass."""
-        return 2 * (self.last - position) + step
-
-    @cached_property
-    def needed_until(self) -> dict[str, int]:
-        """What is made again and written -> the phase that reads it last."""
-        until: dict[str, int] = {}
-        for position in range(self.last, self.first - 1, -1):
-            layer = self.layers[position - self.first]
-            for tensor in layer.saved_for_backward:
-                for one in self._made_from(tensor, is_derived=layer.is_fusible):
-                    until[one] = self.phase(position, 0 if layer.is_costly and tensor in layer.inputs else 1)
-        for layer in self.layers:  # what adds up several normalizations hands one gradient to all, and XLA runs them at once
-            siblings = [self.producer[t] for t in layer.inputs if t in self.producer and self.producer[t].is_fusible]
-            if layer.gradient_in_place and len(siblings) > 1:
-                last = self.phase(min(self.graph.position[one.name] for one in siblings), 1)
-                read = {t for sibling in siblings for t in sibling.saved_for_backward if t in until}
-                until |= {tensor: max(last, until[tensor]) for tensor in read}
-        for tensor in self._pooled.intersection(until):  # an activation that is there anyway tells where it was positive
-            until[tensor] = max(until[tensor], self.phase(self._made_by_fusion_from(tensor), 1))
-        return until
-
-    @property
-    def _pooled(self) -> set[str]:
-        """What a pooling layer and later regions read."""
-        read = {t for layer in self.layers if not (layer.is_fusible or layer.is_costly) for t in layer.inputs}
-        return {tensor for tensor in read if tensor in self.producer and self.is_crossing(tensor)}
-
-    def _made_by_fusion_from(self, tensor: str) -> int:
-        """The position of the first of the fusible layer calls that lead to a tensor."""
-        layer = self.producer[tensor]
-        while made := [self.producer[t] for t in layer.inputs if t in self.producer and self.producer[t].is_fusible]:
-            layer = made[0]
-        return self.graph.position[layer.name]
-
-    def _made_from(self, tensor: str, is_derived: bool) -> Iterator[str]:
-        """The tensors in memory that are read where a tensor is read; its own computation is repeated if it is fusible."""
-        pending, seen = [tensor], set()
-        while pending:
-            one = pending.pop()
-            if one in seen or one in self.saved or one not in self.producer:
-                continue
-            seen.add(one)
-            if one in self.virtual or (is_derived and self.producer[one].is_fusible):
-                pending.extend(self.producer[one].inputs)
-            else:
-                yield one
-
-
 def gradient_levels(graph: LayerGraph) -> list[int]:
     """By position: bytes of the gradients of activations in the backward step there, if XLA compiled all layer calls as one."""
     if not graph.layers:
         return []
-    region = _Region(graph, graph.layers, frozenset(graph.inputs))
+    region = RegionAgain(graph, graph.layers, frozenset(graph.inputs))
     backward = _Backward(region)
     backward.peak()
     levels = backward.levels([one for one in backward.buffers if one.begin])
@@ -175,7 +84,7 @@ class _Buffer:
 class _Backward:
     """The gradients of one region while its backward pass goes on."""
 
-    def __init__(self, region: _Region):
+    def __init__(self, region: RegionAgain):
         self.region, self.graph = region, region.graph
         self.gradients: dict[str, tuple[_Buffer, ...]] = {}
         """Tensor -> the buffers that its gradient is in, or is the sum of; none if it is in what is given or returned."""
