@@ -37,13 +37,13 @@ class RegionResult(NamedTuple):
 
 def shape_of(tensor: Any) -> Any:
     """A tensor's shape in a form that takes no memory: the tensor without any of its numbers, if that can be undone."""
-    is_known = tensor.shape.rank and tensor.shape[-1] and tensor.dtype.is_floating
+    is_known = tensor is not None and tensor.shape.rank and tensor.shape[-1] and tensor.dtype.is_floating
     return tensor[..., :0] if is_known else tensor
 
 
 def _of_shape(tensor: Any, shape: Sequence[int]) -> Any:
     """Any tensor of the shape that `shape_of` tells; other tensors as they are."""
-    if not shape or not shape[-1] or tensor.shape.rank != len(shape) or tensor.shape[-1] != 0:
+    if tensor is None or not shape or not shape[-1] or tensor.shape.rank != len(shape) or tensor.shape[-1] != 0:
         return tensor
     return tf.pad(tensor, [[0, 0]] * (len(shape) - 1) + [[0, shape[-1]]])
 
