@@ -99,6 +99,13 @@ class Auto:
         tried = [*self._within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
         if self.host_bytes != 0 and self._is_slow(tried, room_bytes):
             tried += self._within(room_bytes, ahead=False)
+        if len(self.graph.layers) <= TINY_GRAPH:
+            drafts, try_out = (
+                dict.fromkeys(one.draft for one in tried if one.draft),
+                partial(self._try_out, room_bytes=room_bytes),
+            )
+            relieved = (until_it_fits(self.costs, draft, room_bytes, self.host_bytes != 0, try_out) for draft in drafts)
+            tried += [one for one in relieved if one]
         found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
         found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
         alone = self.on_device._fastest(room_bytes) if self.host_bytes != 0 else None
