@@ -22,7 +22,7 @@ ROUNDS = 6
 CLOSE = 0.01
 """A peak that is less than this share below the room uses it well enough."""
 ALTERNATIVES = 3
-LARGE_GRAPH = 2_000
+LARGE_GRAPH = 1_500
 """Layer calls; beyond them predicting a plan takes long enough to try fewer."""
 IMPROVED_GRAPH = 24
 """Layer calls; in a larger graph a local change makes too little difference for the time it takes."""
