@@ -1,6 +1,6 @@
 """`policy="auto"`: of all plans that fit, the one predicted to take the fewest seconds. `"recompute"` is one of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
@@ -81,6 +81,10 @@ class Auto:
     def is_large(self) -> bool:
         return len(self.graph.layers) > LARGE_GRAPH
 
+    @property
+    def is_tiny(self) -> bool:
+        return len(self.graph.layers) <= TINY_GRAPH
+
     @cached_property
     def search(self) -> RegionSearch:
         return RegionSearch(self.spans, may_offload=self.host_bytes != 0)
@@ -99,13 +103,8 @@ class Auto:
         tried = [*self._within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
         if self.host_bytes != 0 and self._is_slow(tried, room_bytes):
             tried += self._within(room_bytes, ahead=False)
-        if len(self.graph.layers) <= TINY_GRAPH:
-            drafts, try_out = (
-                dict.fromkeys(one.draft for one in tried if one.draft),
-                partial(self._try_out, room_bytes=room_bytes),
-            )
-            relieved = (until_it_fits(self.costs, draft, room_bytes, self.host_bytes != 0, try_out) for draft in drafts)
-            tried += [one for one in relieved if one]
+        if self.is_tiny:
+            tried += self._made_to_fit((one.draft for one in tried), room_bytes)
         found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
         found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
         alone = self.on_device._fastest(room_bytes) if self.host_bytes != 0 else None
@@ -113,8 +112,7 @@ class Auto:
         if alone is None:
             found += self._with_less_waiting(room_bytes, found)
         fitting = [one for one in found if one.fits(room_bytes, self.host_bytes)]
-        is_tiny = len(self.graph.layers) <= TINY_GRAPH
-        looks_at_small = is_tiny or (alone is None and len(self.graph.layers) <= FORGETFUL_GRAPH)
+        looks_at_small = self.is_tiny or (alone is None and len(self.graph.layers) <= FORGETFUL_GRAPH)
         if not fitting or (looks_at_small and self._is_slow(fitting, room_bytes)):
             fitting += self._of_smallest(room_bytes)
         return min(fitting, key=lambda one: one.seconds, default=None)
@@ -145,11 +143,8 @@ class Auto:
             return best
         draft: Draft | None = best.draft or draft_of(self.graph, best.regions)
         while draft is not None:
-            room = SMALLER * best.peak_bytes
-            found = until_it_fits(self.costs, draft, room, self.host_bytes != 0, lambda one, room=room: self._try_out(one, room))
-            draft = None
-            if found and found.fits(room, self.host_bytes):
-                best, draft = found, found.draft
+            found = self._made_to_fit([draft], SMALLER * best.peak_bytes)
+            best, draft = (found[0], found[0].draft) if found else (best, None)
         return best
 
     @cached_property
@@ -173,26 +168,32 @@ class Auto:
         found_here = [one for one in self._smallest if one.draft]  # not another policy's, from which less can be won
         drafts += [min(found_here, key=lambda one: one.peak_bytes).draft] if found_here else []
         drafts += self._of_larger_rooms(room_bytes) if len(self.graph.layers) <= RELAXED_GRAPH else []
-        ways = (lambda draft: self._try_out(draft, room_bytes)), (lambda one: one.fits(room_bytes, self.host_bytes))
-        tried = (until_it_fits(self.costs, draft, room_bytes, self.host_bytes != 0, ways[0]) for draft in dict.fromkeys(drafts))
-        starts = [one for one in tried if one and one.fits(room_bytes, self.host_bytes)]
+        starts = self._made_to_fit(drafts, room_bytes)
         yield from starts
         starts += [one for one in found if one.draft and one.fits(room_bytes, self.host_bytes)]
         if starts:
-            yield descend(self.costs, min(starts, key=lambda one: one.seconds), *ways)
+            yield self._descended(starts, room_bytes)
 
     def _of_larger_rooms(self, room_bytes: int) -> Iterator[Draft]:
         """What would be best with a little more room."""
         for room in (int(share * room_bytes) for share in LARGER):
-            ways = partial(self._try_out, room_bytes=room), partial(Candidate.fits, room_bytes=room, host_bytes=self.host_bytes)
-            relieved = (
-                until_it_fits(self.costs, draft, room, self.host_bytes != 0, ways[0])
-                for draft in self.search.find(room, waiting_share=WAITING_SHARES[0])
-            )
-            found = [one for one in (*self._within(room), *relieved) if one and ways[1](one)]
-            if found:
-                best = descend(self.costs, min(found, key=lambda one: one.seconds), *ways)
-                yield from [best.draft] if best.draft else []
+            relieved = self._made_to_fit(self.search.find(room, waiting_share=WAITING_SHARES[0]), room)
+            found = [one for one in (*self._within(room), *relieved) if one.fits(room, self.host_bytes)]
+            best = self._descended(found, room).draft if found else None
+            yield from [best] if best else []
+
+    def _made_to_fit(self, drafts: Iterable[Draft | None], room_bytes: float) -> list[Candidate]:
+        """What comes of drafts, each once, that are changed until they fit."""
+        try_out, may_offload = partial(self._try_out, room_bytes=room_bytes), self.host_bytes != 0
+        different = dict.fromkeys(draft for draft in drafts if draft)
+        found = (until_it_fits(self.costs, draft, room_bytes, may_offload, try_out) for draft in different)
+        return [one for one in found if one and one.fits(room_bytes, self.host_bytes)]
+
+    def _descended(self, starts: Sequence[Candidate], room_bytes: float) -> Candidate:
+        """What comes of the fastest of some candidates that fit by changes that make it faster."""
+        fits = partial(Candidate.fits, room_bytes=room_bytes, host_bytes=self.host_bytes)
+        best = min(starts, key=lambda one: one.seconds)
+        return descend(self.costs, best, partial(self._try_out, room_bytes=room_bytes), fits)
 
     def _is_slow(self, found: Sequence[Candidate], room_bytes: int) -> bool:
         seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)
@@ -249,9 +250,9 @@ class Auto:
         fitting = sorted((one for one in tried if one.fits(room_bytes, self.host_bytes)), key=rank)
         if len(self.graph.layers) > IMPROVED_GRAPH:
             return fitting
-        is_tiny = len(self.graph.layers) <= TINY_GRAPH
-        starts = list({one.draft: one for one in fitting}.values())[: STARTS if is_tiny else 1]
-        simple = [self._try_out(draft, room_bytes if room_bytes < inf else 0) for draft in simple_drafts(self.graph) if is_tiny]
+        starts = list({one.draft: one for one in fitting}.values())[: STARTS if self.is_tiny else 1]
+        simple = simple_drafts(self.graph) if self.is_tiny else []
+        simple = [self._try_out(draft, room_bytes if room_bytes < inf else 0) for draft in simple]
         starts += [one for one in simple if one.fits(room_bytes, self.host_bytes)]
         return fitting + [
             improve(

@@ -1,7 +1,7 @@
 """What is inside a region: its layer calls, with the variables and tensors that they use."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -109,6 +109,6 @@ def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str |
         unread = unread_inputs(graph.layers_named(region.layers)).difference(one.tensor for one in region.saved)
         read_later = frozenset(name for name in inputs if graph.last_use[name] > end)
         in_turn = trace.in_turn.intersection(name for call in calls for name in call.inputs)
-        more = {"in_turn": in_turn, "unread": frozenset(unread)}
-        bodies.append(RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype, **more))
+        body = RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype)
+        bodies.append(replace(body, unread=frozenset(unread), in_turn=in_turn))
     return bodies

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft, regions_of
 from keras_sn.plan import Plan, Region
-from keras_sn.predict import Prediction, levels_of, predict
-from keras_sn.timing import Timing, schedule_prefetches, time_regions
+from keras_sn.predict import Prediction, predict
+from keras_sn.timing import Timing, copied_back, schedule_prefetches, time_regions
 
 COPY_WINDOWS = (8, 4, Plan.copy_window)
 """Regions that the forward pass may run ahead of its copies: the more, the less it waits, and the more is on the device."""
@@ -67,8 +67,8 @@ def from_draft(costs: StepCosts, draft: Draft, room_bytes: float) -> Candidate:
     found = evaluate(costs, regions_of(costs.graph, draft), room_bytes)
     if not costs.graph.is_compiled or found.peak_bytes <= room_bytes:
         return replace(found, draft=draft)
-    levels = levels_of(costs.graph, found.regions, found.copy_window)[: len(draft.ends) - 1 : -1]
-    full = (end for end, level in zip(draft.ends, levels, strict=True) if level > room_bytes)
+    in_backward = found.prediction.levels[: len(draft.ends) - 1 : -1]
+    full = (end for end, level in zip(draft.ends, in_backward, strict=True) if level > room_bytes)
     smaller = replace(draft, remade=frozenset(full))
     candidate = evaluate(costs, regions_of(costs.graph, smaller), room_bytes)
     return replace(candidate, draft=smaller) if candidate.peak_bytes < found.peak_bytes else replace(found, draft=draft)
@@ -77,7 +77,7 @@ def from_draft(costs: StepCosts, draft: Draft, room_bytes: float) -> Candidate:
 def in_time(costs: StepCosts, timed: Sequence[Region], room_bytes: float) -> list[Region]:
     """Puts off copies back until there is room for them, if need be until they are read."""
     last = len(timed) - 1
-    levels = levels_of(costs.graph, timed, 1)
+    levels = predict(costs.graph, timed, 1).levels
     starts = {
         (index, one.tensor): one.prefetch_at
         for index, region in enumerate(timed)
@@ -87,36 +87,17 @@ def in_time(costs: StepCosts, timed: Sequence[Region], room_bytes: float) -> lis
     for full in range(last, 0, -1):
         if levels[2 * last + 1 - full] > room_bytes:  # a copy that is put off is still there in the next slot
             starts |= {key: full - 1 for key, start in starts.items() if key[0] < full <= start}
-    return [
-        replace(
-            region,
-            saved=tuple(
-                replace(one, prefetch_at=starts[index, one.tensor]) if (index, one.tensor) in starts else one
-                for one in region.saved
-            ),
-        )
-        for index, region in enumerate(timed)
-    ]
+    return copied_back(timed, lambda index, one: starts.get((index, one.tensor)))
 
 
 def one_ahead(regions: Sequence[Region]) -> list[Region]:
     """Each copy back is asked for when the region before its own starts in the backward pass (section 3.3 of the paper)."""
-    last = len(regions) - 1
-    return [
-        replace(
-            region,
-            saved=tuple(replace(one, prefetch_at=min(index + 1, last)) if one.is_away else one for one in region.saved),
-        )
-        for index, region in enumerate(regions)
-    ]
+    return copied_back(regions, lambda index, _: min(index + 1, len(regions) - 1))
 
 
 def when_read(regions: Sequence[Region]) -> list[Region]:
     """Each copy back starts when its region's backward pass does, which waits for it."""
-    return [
-        replace(region, saved=tuple(replace(one, prefetch_at=index) if one.is_away else one for one in region.saved))
-        for index, region in enumerate(regions)
-    ]
+    return copied_back(regions, lambda index, _: index)
 
 
 def as_given(costs: StepCosts, regions: Sequence[Region], copy_window: int) -> Candidate:

@@ -231,11 +231,18 @@ def _file() -> Path:
 def _read() -> dict[str, CostModel]:
     try:
         entries = json.loads(_file().read_text(encoding="utf-8")).items()
-        # One that lacks a number is of another version of this library, and is measured anew.
-        return {key: CostModel(**_in_tuples(entry)) for key, entry in entries if entry.keys() >= asdict(ON_GPU).keys()}
+        return {key: CostModel(**_in_tuples(entry)) for key, entry in entries if _is_of_this_version(key, entry)}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         log.debug("no cost models in %s: %s", _file(), error)
         return {}
+
+
+def _is_of_this_version(key: str, entry: dict[str, Any]) -> bool:
+    """Whether an entry has all numbers; one of an earlier version lacks some, and is measured anew."""
+    missing = asdict(ON_GPU).keys() - entry.keys()
+    if missing:
+        log.debug("the cost model of %s is of another version: it has no %s", key, ", ".join(sorted(missing)))
+    return not missing
 
 
 def _in_tuples(entry: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from keras_sn.cuts import runs
-from keras_sn.graph import LayerCall, LayerGraph
-from keras_sn.made_again import virtual_inside
+from keras_sn.graph import LayerCall, LayerGraph, virtual_inside
 from keras_sn.plan import DEVICE, HOST, Region, Saved
 from keras_sn.steps import RECOMPUTE
 

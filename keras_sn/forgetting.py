@@ -12,7 +12,7 @@ from keras_sn.cost import StepCosts
 from keras_sn.cuts import runs
 from keras_sn.drafts import Draft, inputs_of, joined, may_leave, with_cut, with_place
 from keras_sn.plan import DEVICE, HOST
-from keras_sn.predict import levels_of
+from keras_sn.predict import region_at
 from keras_sn.steps import RECOMPUTE
 
 MAX_LOOKED_AT = 100_000
@@ -43,11 +43,11 @@ def until_it_fits(costs: StepCosts, draft: Draft, room_bytes: float, may_offload
     trials_left, detours_left = MAX_LOOKED_AT // max(1, len(costs.graph.layers)), DETOURS
     best, seen = try_out(draft), {draft}
     while best.peak_bytes > room_bytes:
-        missing = _missing_bytes(costs, best, room_bytes)
+        missing = _missing_bytes(best, room_bytes)
         moves = [move for move in _relieving(costs, best, may_offload) if move not in seen]
         trials_left -= len(moves)
         tried = [try_out(move) for move in moves] if trials_left > 0 else []
-        saved = [(missing - _missing_bytes(costs, one, room_bytes), one) for one in tried]
+        saved = [(missing - _missing_bytes(one, room_bytes), one) for one in tried]
         better = [(max(0.0, one.seconds - best.seconds) / nbytes, one) for nbytes, one in saved if nbytes > 0]
         if not better and (detours_left == 0 or not saved):
             return None
@@ -57,20 +57,17 @@ def until_it_fits(costs: StepCosts, draft: Draft, room_bytes: float, may_offload
     return best
 
 
-def _missing_bytes(costs: StepCosts, candidate: Candidate, room_bytes: float) -> float:
+def _missing_bytes(candidate: Candidate, room_bytes: float) -> float:
     """By how much a plan exceeds the room, over all regions' forward and backward passes."""
-    levels = levels_of(costs.graph, candidate.regions, candidate.copy_window)
-    return sum(level - room_bytes for level in levels if level > room_bytes)
+    return sum(level - room_bytes for level in candidate.prediction.levels if level > room_bytes)
 
 
 def _relieving(costs: StepCosts, candidate: Candidate, may_offload: bool) -> Iterator[Draft]:
     """Drafts in which less is there at the peak: something waits elsewhere, or the region there is cut in two."""
-    draft, count = candidate.draft, len(candidate.regions)
+    draft, levels = candidate.draft, candidate.prediction.levels
     if draft is None:
         return
-    levels = levels_of(costs.graph, candidate.regions, candidate.copy_window)
-    slot = max(range(len(levels)), key=levels.__getitem__)
-    region = min(slot, 2 * count - 1 - slot)
+    region = region_at(levels.index(max(levels)), len(candidate.regions))
     read_early = {one.tensor for other in candidate.regions[:region] for one in other.saved if one.tier == DEVICE}
     read_late = {one.tensor for other in candidate.regions[region + 1 :] for one in other.saved if one.tier == DEVICE}
     for tensor in sorted((read_early | read_late) - draft.saved):

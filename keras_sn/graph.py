@@ -4,7 +4,7 @@ A `LayerGraph` is made by `keras_sn.trace` from a Keras model and read by everyt
 an order in which each comes after the producers of its inputs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -133,9 +133,7 @@ class LayerGraph:
         """Tensors that only fusible layer calls make and read: XLA computes them wherever they are read, inside a region."""
         if not self.is_compiled:
             return frozenset()
-        made = {tensor for layer in self.layers if layer.is_fusible for tensor in layer.outputs}
-        read_by_others = {tensor for layer in self.layers if not layer.is_fusible for tensor in layer.inputs}
-        return frozenset(made - read_by_others - set(self.outputs))
+        return frozenset(virtual_inside(self.layers) - set(self.outputs))
 
     def layers_named(self, names: Iterable[str]) -> list[LayerCall]:
         """The layer calls of these names, in their order."""
@@ -144,3 +142,9 @@ class LayerGraph:
     def nbytes(self, *tensors: str) -> int:
         """Bytes of the given tensors together."""
         return sum(self.tensors[tensor].nbytes for tensor in tensors)
+
+
+def virtual_inside(layers: Sequence[LayerCall]) -> set[str]:
+    """What only fusible layer calls of a region make and read: XLA computes it where it is read, and never writes it in there."""
+    found = {t for layer in layers if layer.is_fusible for t in layer.outputs}
+    return found - {t for layer in layers if not layer.is_fusible for t in layer.inputs}

@@ -3,22 +3,16 @@
 In: layer calls that follow one another, and what is saved for them. Out: tensors with the step that reads them last.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from keras_sn.graph import LayerCall, LayerGraph
-
-
-def virtual_inside(layers: Sequence[LayerCall]) -> set[str]:
-    """What only fusible layer calls of a region make and read: XLA computes it where it is read, and never writes it in there."""
-    found = {t for layer in layers if layer.is_fusible for t in layer.outputs}
-    return found - {t for layer in layers if not layer.is_fusible for t in layer.inputs}
+from keras_sn.graph import LayerCall, LayerGraph, virtual_inside
 
 
 @dataclass(frozen=True, eq=False)
 class RegionAgain:
-    """What a compiled region's backward function makes again, and until when that is there."""
+    """A region whose backward function XLA compiles."""
 
     graph: LayerGraph
     layers: tuple[LayerCall, ...]

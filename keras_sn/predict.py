@@ -25,6 +25,8 @@ class Prediction:
     peak_layer: str
     """The last layer call of the region that makes the peak."""
     offloaded_bytes: int
+    levels: tuple[int, ...]
+    """Bytes in each slot: the regions' forward passes, then their backward passes in reverse order."""
 
 
 def predict(graph: LayerGraph, regions: Sequence[Region], copy_window: int = Plan.copy_window) -> Prediction:
@@ -36,23 +38,22 @@ def predict(graph: LayerGraph, regions: Sequence[Region], copy_window: int = Pla
         copy_window: The forward pass of a region waits for the copies of the region this many before it.
 
     Returns:
-        The peak in bytes with the layer call that makes it, and the bytes that leave the device.
+        The peak in bytes with the layer call that makes it, the bytes that leave the device, and the bytes all along.
     """
-    levels = levels_of(graph, regions, copy_window)
-    slot = max(range(len(levels)), key=levels.__getitem__) if levels else 0
-    region = regions[min(slot, 2 * len(regions) - 1 - slot)] if regions else None
-    away = {one.tensor for region in regions for one in region.saved if one.is_away}
-    return Prediction(max(levels, default=graph.nbytes(*graph.inputs)), region.layers[-1] if region else "", graph.nbytes(*away))
-
-
-def levels_of(graph: LayerGraph, regions: Sequence[Region], copy_window: int) -> list[int]:
-    """The bytes of `predict`, in each slot: the regions' forward passes, then their backward passes in reverse order."""
     timeline = _Timeline(graph, regions, copy_window)
     timeline.add_tensors()
     for index in range(len(regions)):
         timeline.add_private(index)
     slack, fed = 1 + UNPLANNED_SHARE * graph.is_compiled, graph.nbytes(*graph.inputs)
-    return [int(slack * level) + fed for level in accumulate(timeline.change[:-1])]
+    levels = tuple(int(slack * level) + fed for level in accumulate(timeline.change[:-1]))
+    away = {one.tensor for region in regions for one in region.saved if one.is_away}
+    peak_layer = regions[region_at(levels.index(max(levels)), len(regions))].layers[-1] if regions else ""
+    return Prediction(max(levels, default=fed), peak_layer, graph.nbytes(*away), levels)
+
+
+def region_at(slot: int, count: int) -> int:
+    """Which of so many regions runs in a slot."""
+    return min(slot, 2 * count - 1 - slot)
 
 
 class _Timeline:

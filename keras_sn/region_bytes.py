@@ -74,8 +74,8 @@ class _Counting:
             forward = max(forward, own + (0 if region.recompute else held))
         compiled = backward_memory(graph, layers, self.saved) if graph.is_compiled else None
         if compiled:
-            returned_weights = compiled.of_weights * (region.recompute or not graph.updates_in_backward)
-            peak = compiled.inside + compiled.given + compiled.returned + returned_weights
+            # What is kept is no function of its own, and weights are updated while its backward pass goes on.
+            peak = compiled.total - compiled.of_weights * (not region.recompute and graph.updates_in_backward)
         leaving = graph.nbytes(*(t for layer in layers for t in layer.outputs if self.is_crossing(t)))
         again = recomputed(layers, self.saved)[1] if region.recompute else []
         return RegionBytes(

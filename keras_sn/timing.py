@@ -6,12 +6,12 @@ all that it has given the device before (traced on an H200); a backward pass wai
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from keras_sn.cost import StepCosts
-from keras_sn.plan import Plan, Region
+from keras_sn.plan import Plan, Region, Saved
 from keras_sn.region_bytes import region_bytes
 from keras_sn.replays import sources_of, totals
 
@@ -44,23 +44,29 @@ def schedule_prefetches(costs: StepCosts, regions: Sequence[Region]) -> list[Reg
     durations = [clock.backward[index] + clock.again[index] for index in reversed(range(len(regions)))]
     starts = [0.0, *accumulate(durations)]  # by backward order: the last region starts at 0
     link_is_needed_at = starts[-1] if starts else 0.0
-    result = list(regions)
-    for index, region in enumerate(regions):  # the first region's backward pass is the last
-        saved = []
-        for one in region.saved:
-            if not one.is_away:
-                saved.append(one)
-                continue
-            end = min(link_is_needed_at, starts[len(regions) - 1 - index])
-            link_is_needed_at = end - costs.model.transfer_seconds(costs.graph.nbytes(one.tensor))
-            first = max(0, bisect_left(starts, link_is_needed_at, hi=len(regions) - 1 - index))
-            first -= first > 0 and starts[first] > link_is_needed_at
-            first = max(0, first - 1)  # a copy begins when the region at whose start it is asked for is done
-            # At least while the region before it in the backward pass computes.
-            at = max(len(regions) - 1 - first, min(index + 2, len(regions) - 1))
-            saved.append(replace(one, prefetch_at=at))
-        result[index] = replace(region, saved=tuple(saved))
-    return result
+
+    def start(index: int, one: Saved) -> int:
+        nonlocal link_is_needed_at
+        end = min(link_is_needed_at, starts[len(regions) - 1 - index])
+        link_is_needed_at = end - costs.model.transfer_seconds(costs.graph.nbytes(one.tensor))
+        first = max(0, bisect_left(starts, link_is_needed_at, hi=len(regions) - 1 - index))
+        first -= first > 0 and starts[first] > link_is_needed_at
+        first = max(0, first - 1)  # a copy begins when the region at whose start it is asked for is done
+        # At least while the region before it in the backward pass computes.
+        return max(len(regions) - 1 - first, min(index + 2, len(regions) - 1))
+
+    return copied_back(regions, start)  # the first region's backward pass is the last
+
+
+def copied_back(regions: Sequence[Region], start: Callable[[int, Saved], int | None]) -> list[Region]:
+    """The regions with new times for their copies back; `start` says which from the number of a region and what it saves."""
+    return [
+        replace(
+            region,
+            saved=tuple(replace(one, prefetch_at=start(index, one)) if one.is_away else one for one in region.saved),
+        )
+        for index, region in enumerate(regions)
+    ]
 
 
 class _Clock:
@@ -126,11 +132,9 @@ class _Clock:
         arrived = [0.0] * len(self.regions)
         self.link_free_at = 0.0  # the link's other direction
         for index in range(last, -1, -1):
-            for region, tensor in asked.get(index, ()):
-                if region == index:
-                    arrived[region] = max(arrived[region], self.copy(tensor, self.now))
+            for _, tensor in (one for one in asked.get(index, ()) if one[0] == index):
+                arrived[index] = max(arrived[index], self.copy(tensor, self.now))
             self.wait_until(arrived[index])
             self.now += self.backward[index] + self.again[index]
-            for region, tensor in asked.get(index, ()):
-                if region != index:
-                    arrived[region] = max(arrived[region], self.copy(tensor, self.now))
+            for region, tensor in (one for one in asked.get(index, ()) if one[0] != index):
+                arrived[region] = max(arrived[region], self.copy(tensor, self.now))

@@ -302,7 +302,7 @@ def test_a_tight_budget_saves_products_and_makes_activations_again(monkeypatch):
     assert again.build_plan(64).regions == plan.regions
     monkeypatch.setattr("keras_sn.activations_apart._DIVIDED", set())
     whole = _plan(model, budget)
-    assert abs(whole.plain_peak_bytes - plain.plain_peak_bytes) < 0.05 * plain.plain_peak_bytes
+    assert abs(whole.plain_peak_bytes - plain.plain_peak_bytes) < 0.04 * plain.plain_peak_bytes
     assert plan.planned_seconds - plan.plain_seconds < 0.8 * (whole.planned_seconds - whole.plain_seconds)
 
 

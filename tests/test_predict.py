@@ -10,7 +10,7 @@ from keras_sn.fusion import UNPLANNED_SHARE, as_compiled
 from keras_sn.gradients import gradient_bytes
 from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
 from keras_sn.plan import Region, Saved
-from keras_sn.predict import levels_of, predict
+from keras_sn.predict import predict
 from keras_sn.timing import schedule_prefetches, time_regions
 
 MIB = 2**20
@@ -167,7 +167,7 @@ def test_copies_of_a_replay_are_waited_for_and_are_there_all_at_once(costs):
     timing = time_regions(costs(), regions)
     assert timing.recompute_seconds[:6] == pytest.approx((0, 0, 0, 1.5, 2.5, 0))
     large = replace(costs().graph, tensors=costs().graph.tensors | {"t1": TensorSpec("t1", (1000,), "float32")})
-    in_backward = levels_of(large, regions, 2)[8:][::-1]
+    in_backward = predict(large, regions, 2).levels[8:][::-1]
     assert [nbytes > 4000 for nbytes in in_backward] == [False, True, True, True, True, False, False, False]
 
 
@@ -181,18 +181,18 @@ def test_a_gradient_from_later_regions_is_added_up_in_memory_of_its_own():
         sizes={"x": 4, "a": 400, "b": 400, "c": 400, "d": 4},
     )
     regions = [Region(("first", "second", "third"), (Saved("x"),)), Region(("last",), (Saved("b"), Saved("c")))]
-    compiled = levels_of(replace(graph, is_compiled=True), regions, 2)[-1] - 4
+    compiled = predict(replace(graph, is_compiled=True), regions, 2).levels[-1] - 4
     # Given: the gradients of b and c. At `third`: a, and b, which is gone when the sum for its gradient is made.
     assert compiled == int((1 + UNPLANNED_SHARE) * (2 * 400 + 2 * 400))
 
 
 def test_copies_come_back_when_there_is_room_for_them(costs):
     regions = each_away(costs(), 3)
-    early, late = (max(levels_of(costs().graph, one, 1)) for one in (regions, each_away(costs(), 0)))
+    early, late = (max(predict(costs().graph, one, 1).levels) for one in (regions, each_away(costs(), 0)))
     assert late < early
-    assert max(levels_of(costs().graph, in_time(costs(), regions, late), 1)) == late
+    assert max(predict(costs().graph, in_time(costs(), regions, late), 1).levels) == late
     assert in_time(costs(), regions, early) == regions
     between = (early + late) // 2
     timed = in_time(costs(), regions, between)
-    assert max(levels_of(costs().graph, timed, 1)) <= between
+    assert max(predict(costs().graph, timed, 1).levels) <= between
     assert timed != in_time(costs(), regions, 0) == each_away(costs(), 0)

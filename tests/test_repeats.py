@@ -74,7 +74,7 @@ def test_a_deep_network_gets_a_few_different_regions():
     plan = make_plan(graph, "auto", batch_size=1, reserved_bytes=0, budget_bytes=budget, cost_model=ON_GPU, compiled=True)
     assert plan.planned_peak_bytes <= budget
     assert [name for region in plan.regions for name in region.layers] == [layer.name for layer in graph.layers]
-    assert compiled_calls(graph, plan.regions, kinds(graph)) < len(graph.layers) / 2
+    assert compiled_calls(graph, plan.regions, kinds(graph)) < len(graph.layers) / 3
     assert plan.planned_seconds < 1.3 * plan.plain_seconds
 
 
