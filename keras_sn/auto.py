@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
 
+from keras_sn.annealing import anneal
 from keras_sn.candidates import Candidate, evaluate, from_draft
 from keras_sn.cost import StepCosts
 from keras_sn.cuts import held_bytes
@@ -12,10 +13,11 @@ from keras_sn.drafts import Draft, draft_of
 from keras_sn.forgetting import descend, until_it_fits
 from keras_sn.graph import LayerGraph
 from keras_sn.improve import improve, simple_drafts
-from keras_sn.plan import Region
+from keras_sn.plan import DEVICE, PLACES, Region
 from keras_sn.repeats import compiled_calls, equal_cuts_through, kinds, repeated
 from keras_sn.search import RegionSearch
 from keras_sn.spans import SpanCosts
+from keras_sn.steps import RECOMPUTE
 
 ROUNDS = 6
 """Searches, each with a room corrected by what the one before was off."""
@@ -31,7 +33,7 @@ TINY_GRAPH = 8
 HALVINGS = 9
 FORGETFUL_GRAPH = 800
 """Layer calls; in a larger graph it takes too long to try what may be forgotten."""
-SLOW = 1.25
+SLOW, NOT_SO_SLOW = 1.25, 1.05
 """Times plain Keras; where a plan is faster than this, there is little to win by other kinds of plans."""
 WAITING_SHARES = (0.6, 0.3)
 """Of what waits, counted in drafts that fit once something in them is forgotten."""
@@ -97,7 +99,11 @@ class Auto:
     def cheapest(self, room_bytes: int) -> Candidate | None:
         """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
         best = self._fastest(room_bytes)
-        return self._of_equal_regions(best, room_bytes) if best and len(self.graph.layers) > REPEATED_GRAPH else best
+        if best is None:
+            return None
+        if len(self.graph.layers) > REPEATED_GRAPH:
+            return self._of_equal_regions(best, room_bytes)
+        return self._annealed(best, room_bytes) if len(self.graph.layers) > IMPROVED_GRAPH else best
 
     def _fastest(self, room_bytes: int) -> Candidate | None:
         tried = [*self._within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
@@ -116,6 +122,15 @@ class Auto:
         if not fitting or (looks_at_small and self._is_slow(fitting, room_bytes)):
             fitting += self._of_smallest(room_bytes)
         return min(fitting, key=lambda one: one.seconds, default=None)
+
+    def _annealed(self, best: Candidate, room_bytes: int) -> Candidate:
+        """The plan, or a faster one like it, where that is worth the time."""
+        worth = NOT_SO_SLOW if len(self.graph.layers) <= RELAXED_GRAPH else SLOW
+        if best.draft is None or best.seconds < worth * self.costs.plain_seconds:
+            return best
+        places = PLACES if self.host_bytes != 0 else (DEVICE, RECOMPUTE)
+        fits = partial(Candidate.fits, room_bytes=room_bytes, host_bytes=self.host_bytes)
+        return anneal(self.costs, best, room_bytes, places, partial(self._try_out, room_bytes=room_bytes), fits)
 
     def _of_equal_regions(self, best: Candidate, room_bytes: int) -> Candidate:
         """A plan of fewer different regions, which compile sooner, if there is one that is nearly as fast."""

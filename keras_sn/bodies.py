@@ -51,6 +51,8 @@ class RegionBody:
     """Those of its inputs whose values its backward function needs for nothing, and which are not saved."""
     in_turn: frozenset[str] = frozenset()
     """Tensors that its calls read whose gradients add up in a given order; see Note: [In turn] in `regions`."""
+    made_specs: tuple[TensorSpec, ...] = ()
+    """Of all tensors that its calls make."""
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -90,6 +92,29 @@ class RegionBody:
         found = {id(layer): layer for call in self.calls for layer in keras_internals.sublayers(call.operation)}
         return list(found.values())
 
+    def forward_shapes(self, inputs: list, masks: list, trainable: list, state: list) -> list[Sequence[int] | None]:
+        """The planned shapes of what its forward function gets; None for what is no tensor between layers."""
+        return [*self._shapes(self.inputs) * 2, *[None] * len([*trainable, *state])]
+
+    def backward_shapes(
+        self, inputs: list, masks: list, saved: list, trainable: list, state: list, outputs: list, losses: list, wanted: list, seeds: list
+    ) -> list[Sequence[int] | None]:
+        """The planned shapes of what its backward function gets; None for what is no tensor between layers."""
+        differentiable = [spec.name for spec in self.made_specs if spec.name in self.outputs and spec.is_differentiable]
+        seeded = [name for name, is_wanted in zip(self.inputs, wanted, strict=True) if is_wanted]
+        return [
+            *self._shapes(self.inputs) * 2,
+            *self._shapes(self.saved_inside),
+            *[None] * len([*trainable, *state]),
+            *self._shapes(differentiable),
+            *[None] * len([*losses, *wanted]),
+            *self._shapes(seeded),
+        ]
+
+    def _shapes(self, names: Sequence[str]) -> list[Sequence[int] | None]:
+        specs = {spec.name: spec for spec in (*self.input_specs, *self.made_specs)}
+        return [specs[name].shape if name in specs else None for name in names]
+
     def describe(self) -> str:
         names = [call.name for call in self.calls]
         return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
@@ -100,7 +125,7 @@ def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str |
     graph, bodies = trace.graph, []
     for region in regions:
         calls = trace.calls_named(region.layers)
-        made = {name for call in calls for name in call.outputs}
+        made = dict.fromkeys(name for call in calls for name in call.outputs)
         inputs = dict.fromkeys(name for call in calls for name in call.inputs if name not in made)
         specs = tuple(graph.tensors[name] for name in inputs)
         end = graph.position[region.layers[-1]]
@@ -110,5 +135,6 @@ def make_bodies(trace: ModelTrace, regions: Sequence[Any], autocast_dtype: str |
         read_later = frozenset(name for name in inputs if graph.last_use[name] > end)
         in_turn = trace.in_turn.intersection(name for call in calls for name in call.inputs)
         body = RegionBody(calls, specs, tuple(outputs), saved, read_later, autocast_dtype)
-        bodies.append(replace(body, unread=frozenset(unread), in_turn=in_turn))
+        made_specs = tuple(graph.tensors[name] for name in made)
+        bodies.append(replace(body, unread=frozenset(unread), in_turn=in_turn, made_specs=made_specs))
     return bodies

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sn import keras_internals
+from keras_sn.compiling import BackgroundCompiler
 from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
 from keras_sn.layer_calls import CallArguments, ModelTrace, TracedCall
 from keras_sn.passes import assign_all
@@ -49,11 +50,12 @@ class CallRunner:
     Args:
         jit: Compile the calls with XLA where their layers allow it.
         ties: XLA may compile the whole step around them; see `PlanExecutor`.
+        compiler: Compiles them before they first run, in the background; None to leave it to TensorFlow.
     """
 
-    def __init__(self, *, jit: bool, ties: bool):
+    def __init__(self, *, jit: bool, ties: bool, compiler: BackgroundCompiler | None = None):
         self.jit, self.ties = jit, ties
-        self.library = RegionLibrary()
+        self.library = RegionLibrary(compiler)
         self._executors: dict[Hashable, _CallExecutor | None] = {}
 
     def run(self, call: "LayerCallOnTensors", *, offload: bool) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft, regions_of
 from keras_sn.plan import Plan, Region
-from keras_sn.predict import Prediction, predict
+from keras_sn.predict import Prediction, Timeline
 from keras_sn.timing import Timing, copied_back, schedule_prefetches, time_regions
 
 COPY_WINDOWS = (8, 4, Plan.copy_window)
@@ -47,19 +47,18 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
         regions: The plan's regions.
         room_bytes: What activations and their gradients may take on the device.
     """
+    timeline = Timeline(costs.graph, regions)
     if not any(one.is_away for region in regions for one in region.saved):
-        return as_given(costs, regions, Plan.copy_window)
+        return _timed(costs, timeline, regions, Plan.copy_window)
     if not costs.model.copies_overlap:  # nothing is won by copying early
-        return as_given(costs, when_read(regions), Plan.copy_window)
+        return _timed(costs, timeline, when_read(regions), Plan.copy_window)
     timed = schedule_prefetches(costs, regions)
-    if _peak(costs, timed, 1) > room_bytes:
-        timed = min(in_time(costs, timed, room_bytes), when_read(regions), key=lambda one: _peak(costs, one, 1))
-    windows = (window for window in COPY_WINDOWS if _peak(costs, timed, window) <= room_bytes)
-    return as_given(costs, timed, next(windows, 1))
-
-
-def _peak(costs: StepCosts, regions: Sequence[Region], copy_window: int) -> int:
-    return predict(costs.graph, regions, copy_window).peak_bytes
+    least = timeline.prediction(timed, 1).peak_bytes
+    if least > room_bytes:
+        found = ((timeline.prediction(one, 1).peak_bytes, one) for one in (in_time(timeline, timed, room_bytes), when_read(regions)))
+        least, timed = min(found, key=lambda pair: pair[0])
+    windows = (window for window in COPY_WINDOWS if timeline.prediction(timed, window).peak_bytes <= room_bytes)
+    return _timed(costs, timeline, timed, next(windows, 1) if least <= room_bytes else 1)
 
 
 def from_draft(costs: StepCosts, draft: Draft, room_bytes: float) -> Candidate:
@@ -74,10 +73,10 @@ def from_draft(costs: StepCosts, draft: Draft, room_bytes: float) -> Candidate:
     return replace(candidate, draft=smaller) if candidate.peak_bytes < found.peak_bytes else replace(found, draft=draft)
 
 
-def in_time(costs: StepCosts, timed: Sequence[Region], room_bytes: float) -> list[Region]:
+def in_time(timeline: Timeline, timed: Sequence[Region], room_bytes: float) -> list[Region]:
     """Puts off copies back until there is room for them, if need be until they are read."""
     last = len(timed) - 1
-    levels = predict(costs.graph, timed, 1).levels
+    levels = timeline.prediction(timed, 1).levels
     starts = {
         (index, one.tensor): one.prefetch_at
         for index, region in enumerate(timed)
@@ -102,5 +101,9 @@ def when_read(regions: Sequence[Region]) -> list[Region]:
 
 def as_given(costs: StepCosts, regions: Sequence[Region], copy_window: int) -> Candidate:
     """Predicts a plan as it is, its copies at the times that it says."""
-    prediction = predict(costs.graph, regions, copy_window)
+    return _timed(costs, Timeline(costs.graph, regions), regions, copy_window)
+
+
+def _timed(costs: StepCosts, timeline: Timeline, regions: Sequence[Region], copy_window: int) -> Candidate:
+    prediction = timeline.prediction(regions, copy_window)
     return Candidate(tuple(regions), copy_window, prediction, time_regions(costs, regions, copy_window))

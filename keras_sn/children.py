@@ -13,6 +13,7 @@ from typing import Any
 
 from keras_sn import keras_internals
 from keras_sn.calls import CallRunner, LayerCallOnTensors
+from keras_sn.compiling import BackgroundCompiler
 from keras_sn.layer_calls import CallNames
 from keras_sn.plan import Plan
 
@@ -68,11 +69,12 @@ class ChildRegions:
     Args:
         plan: A plan with one region for each layer call. A call that it does not know is recomputed.
         jit: Compile the regions with XLA where their layers allow it.
+        compiler: Compiles them before they first run, in the background; None to leave it to TensorFlow.
     """
 
-    def __init__(self, plan: Plan, *, jit: bool):
+    def __init__(self, plan: Plan, *, jit: bool, compiler: BackgroundCompiler | None = None):
         self._regions = {region.layers[0]: region for region in plan.regions}
-        self._runner = CallRunner(jit=jit, ties=False)
+        self._runner = CallRunner(jit=jit, ties=False, compiler=compiler)
 
     def handler(self) -> Handler:
         """For one call of the model."""

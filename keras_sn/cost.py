@@ -125,7 +125,7 @@ ON_CPU = CostModel(1.0e11, 2.0e10, 1.0e10, 2e-5, copies_overlap=False)
 """A few cores of a CPU, where nothing was measured."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepCosts:
     """Seconds of each layer call of one graph on one device.
 

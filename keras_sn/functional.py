@@ -53,7 +53,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
 
         def make() -> PlanExecutor:
             planned = self._now.planned
-            return PlanExecutor(planned.trace, planned.plan, jit=jit, autocast_dtype=mixed, owner=self._now)
+            return PlanExecutor(planned.trace, planned.plan, jit=jit, autocast_dtype=mixed, owner=self._now, compiler=self._now.compiler)
 
         return self._now.executor_for(make, jit, mixed)
 

@@ -141,7 +141,11 @@ class LayerGraph:
 
     def nbytes(self, *tensors: str) -> int:
         """Bytes of the given tensors together."""
-        return sum(self.tensors[tensor].nbytes for tensor in tensors)
+        return sum(map(self._nbytes_of.__getitem__, tensors))
+
+    @cached_property
+    def _nbytes_of(self) -> dict[str, int]:
+        return {name: spec.nbytes for name, spec in self.tensors.items()}
 
 
 def virtual_inside(layers: Sequence[LayerCall]) -> set[str]:

@@ -10,8 +10,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_sn import keras_internals
+from keras_sn import device, keras_internals
 from keras_sn.batches import count_samples, first_batch, whole_batch
+from keras_sn.compiling import BackgroundCompiler
 from keras_sn.differentiation import asked_here
 from keras_sn.errors import PlanError
 from keras_sn.layer_calls import ModelTrace
@@ -259,6 +260,9 @@ class SNModel(keras.Model):
         if self._now.plan is None or self._now.plan.is_plain or (self.train_function is not None and not force):
             return super().make_train_function(force)
         outer_jit, self._now.region_jit = self.jit_compile, self._wants_jit()
+        # On a CPU XLA tries nothing out, and a call on zeros takes about as long as compiling it.
+        compiles_ahead = self._now.region_jit and device.has_gpu()
+        self._now.compiler = BackgroundCompiler() if compiles_ahead else None
         self._now.update = GroupedUpdate(self._region_weights(), jit=self._now.region_jit)
         try:
             self.jit_compile = False
@@ -294,6 +298,8 @@ class SNModel(keras.Model):
             assign_state()
         finally:
             self._now.waiting_updates = None
+            if self._now.compiler is not None:
+                self._now.compiler.wait()
         return logs
 
 

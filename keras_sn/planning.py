@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sn import device, keras_internals
+from keras_sn.compiling import BackgroundCompiler
 from keras_sn.graph import DTYPE_BYTES, LayerGraph
 from keras_sn.layer_calls import ModelTrace, variables_of
 from keras_sn.plan import Plan
@@ -64,6 +65,8 @@ class InForce:
     region_jit: bool | None = None
     """Whether the regions are compiled by XLA; None before there is a train function."""
     update: GroupedUpdate | None = None
+    compiler: BackgroundCompiler | None = None
+    """Of regions that XLA compiles by themselves."""
     is_aside: bool = False
     """Whether the model runs as plain Keras for now, to be compared with."""
     is_verified: bool = False

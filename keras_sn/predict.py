@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from keras_sn.fusion import UNPLANNED_SHARE
 from keras_sn.graph import LayerGraph
-from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
+from keras_sn.plan import DEVICE, Plan, Region, Saved
 from keras_sn.region_bytes import region_bytes
 from keras_sn.replays import ReplayBytes
 from keras_sn.steps import RECOMPUTE
@@ -40,15 +40,7 @@ def predict(graph: LayerGraph, regions: Sequence[Region], copy_window: int = Pla
     Returns:
         The peak in bytes with the layer call that makes it, the bytes that leave the device, and the bytes all along.
     """
-    timeline = _Timeline(graph, regions, copy_window)
-    timeline.add_tensors()
-    for index in range(len(regions)):
-        timeline.add_private(index)
-    slack, fed = 1 + UNPLANNED_SHARE * graph.is_compiled, graph.nbytes(*graph.inputs)
-    levels = tuple(int(slack * level) + fed for level in accumulate(timeline.change[:-1]))
-    away = {one.tensor for region in regions for one in region.saved if one.is_away}
-    peak_layer = regions[region_at(levels.index(max(levels)), len(regions))].layers[-1] if regions else ""
-    return Prediction(max(levels, default=fed), peak_layer, graph.nbytes(*away), levels)
+    return Timeline(graph, regions).prediction(regions, copy_window)
 
 
 def region_at(slot: int, count: int) -> int:
@@ -56,10 +48,16 @@ def region_at(slot: int, count: int) -> int:
     return min(slot, 2 * count - 1 - slot)
 
 
-class _Timeline:
-    def __init__(self, graph: LayerGraph, regions: Sequence[Region], copy_window: int):
-        self.graph, self.regions, self.count, self.copy_window = graph, regions, len(regions), copy_window
-        self.change = [0] * (2 * self.count + 1)
+class Timeline:
+    """What is on the device all along, whenever the plan's copies are made.
+
+    Args:
+        graph: The layer graph.
+        regions: The plan's regions. When their copies come back is no matter here.
+    """
+
+    def __init__(self, graph: LayerGraph, regions: Sequence[Region]):
+        self.graph, self.regions, self.count = graph, regions, len(regions)
         self.layers = [graph.layers_named(region.layers) for region in regions]
         self.made_in = {t: index for index, layers in enumerate(self.layers) for layer in layers for t in layer.outputs}
         self.last_reader: dict[str, int] = {}
@@ -78,6 +76,29 @@ class _Timeline:
                 if self.made_in.get(tensor) != index or self.is_crossing(tensor, index):
                     self.keepers.setdefault(tensor, index)
         self.replays = ReplayBytes(regions, self.made_in, graph.nbytes, [one.leaving + one.inside for one in self.parts])
+        self.change = [0] * (2 * self.count + 1)
+        self.copied: list[tuple[int, int, int, int]] = []
+        """Of what is copied away: bytes, the region that makes it, the last that reads it, the first that saves it."""
+        self.add_tensors()
+        for index in range(self.count):
+            self.add_private(index)
+        self.without_copies = self.change
+        self.offloaded_bytes = graph.nbytes(*(tensor for tensor, savers in self.savers.items() if savers[0][1].is_away))
+
+    def prediction(self, regions: Sequence[Region], copy_window: int) -> Prediction:
+        """What is predicted for the regions, whose copies come back at the times that they say."""
+        self.change = list(self.without_copies)
+        for nbytes, made, last_reader, saver in self.copied:
+            self.add(nbytes, made, min(max(last_reader, saver + copy_window - 1), self.count - 1))
+        for index, region in enumerate(regions):
+            for one in region.saved:
+                if one.is_away and one.tensor in self.made_in:
+                    start = index if one.prefetch_at is None else min(one.prefetch_at, self.count - 1)
+                    self.add(self.graph.nbytes(one.tensor), self.backward(start), self.backward(index))
+        slack, fed = 1 + UNPLANNED_SHARE * self.graph.is_compiled, self.graph.nbytes(*self.graph.inputs)
+        levels = tuple(int(slack * level) + fed for level in accumulate(self.change[:-1]))
+        peak_layer = regions[region_at(levels.index(max(levels)), len(regions))].layers[-1] if regions else ""
+        return Prediction(max(levels, default=fed), peak_layer, self.offloaded_bytes, levels)
 
     def backward(self, region: int) -> int:
         return 2 * self.count - 1 - region
@@ -98,18 +119,12 @@ class _Timeline:
                 holders.append(savers[0][0])
             if holders:
                 self.add(nbytes, made, self.backward(min(holders)))
-            elif tier == HOST:
-                self.add(nbytes, made, min(max(last_reader, savers[0][0] + self.copy_window - 1), self.count - 1))
+            elif tier not in (None, RECOMPUTE):
+                self.copied.append((nbytes, made, last_reader, savers[0][0]))
             elif last_reader > made:
                 self.add(nbytes, made, last_reader)
-            if tier not in (None, DEVICE):
-                for index, one in savers:
-                    self.add_return(tensor, nbytes, index, one)
-
-    def add_return(self, tensor: str, nbytes: int, index: int, one: Saved) -> None:
-        """A tensor that comes back for the backward pass of one region."""
-        start = index if one.tier == RECOMPUTE or one.prefetch_at is None else min(one.prefetch_at, self.count - 1)
-        self.add(nbytes, self.backward(start), self.backward(index))
+            for index, _ in savers if tier == RECOMPUTE else ():
+                self.add(nbytes, self.backward(index), self.backward(index))
 
     def add_private(self, index: int) -> None:
         """What one region holds only while it runs, and what a kept region holds in between."""

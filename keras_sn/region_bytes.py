@@ -47,11 +47,16 @@ def region_bytes(graph: LayerGraph, region: Region) -> RegionBytes:
         graph: The layer graph.
         region: Consecutive layer calls of it.
     """
-    key = region.layers[0], len(region.layers), frozenset(one.tensor for one in region.saved), region.recompute
+    key = key_of(region)
     known = _KNOWN.setdefault(graph, {})
     if key not in known:
-        known[key] = _Counting(graph, region, key[2]).counted()
+        known[key] = _Counting(graph, region, frozenset(one.tensor for one in region.saved)).counted()
     return known[key]
+
+
+def key_of(region: Region) -> tuple:
+    """What distinguishes a region of a graph from others that may take other bytes or seconds."""
+    return region.layers[0], len(region.layers), frozenset([one.tensor for one in region.saved]), region.recompute
 
 
 class _Counting:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_sn import keras_internals, op_graph
 from keras_sn.bodies import BorrowedWeights, RegionBody
+from keras_sn.compiling import BackgroundCompiler, CompiledFunction
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.layer_calls import TracedCall
 from keras_sn.structure import structure_of
@@ -49,11 +50,18 @@ def _of_shape(tensor: Any, shape: Sequence[int]) -> Any:
 
 
 class RegionFunction:
-    """The functions of all regions of one structure."""
+    """The functions of all regions of one structure.
 
-    def __init__(self, body: RegionBody, mode: str):
+    Args:
+        body: One of the regions.
+        mode: `"eager"`, `"function"` or `"xla"`.
+        compiler: Compiles them before they first run, in the background; None to leave it to TensorFlow.
+    """
+
+    def __init__(self, body: RegionBody, mode: str, compiler: BackgroundCompiler | None = None):
         self.body = body
         self.mode = mode
+        self._compiler = compiler
         self.loss_owners: list[int] = []
         """For each loss the place of the layer that added it in `body.layers`."""
         self.unmasked: list[int] = []
@@ -61,14 +69,22 @@ class RegionFunction:
         self._borrowed: list[tuple[TracedCall, list[Any]]] = []
         """Layer calls that use weights which the region does not know, and these."""
         self._is_checked = False
-        self.forward, self.backward = self._compiled(self._forward), self._compiled(self._backward)
+        self.forward = self._compiled(self._forward, body.forward_shapes)
+        self.backward = self._compiled(self._backward, body.backward_shapes)
 
-    def _compiled(self, function: Any) -> Any:
+    def _compiled(self, function: Any, shapes_of: Any) -> Any:
         if self.mode == EAGER:
             return function
-        if self.mode == XLA:
+        if self.mode == XLA and self._compiler is None:
             return tf.function(function, autograph=False, jit_compile=True)
+        if self.mode == XLA:
+            return CompiledFunction(function, self._compiler, shapes_of)
         return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+
+    @property
+    def forward_differentiable(self) -> Any:
+        """The forward pass for a tape to differentiate, which makes another function of it."""
+        return self.forward.traced if isinstance(self.forward, CompiledFunction) else self.forward
 
     def _forward(self, inputs, masks, trainable, state) -> RegionResult:
         result = self._pure(inputs, masks, trainable, state, saved=None)
@@ -214,9 +230,14 @@ def _if_updated(new: Any, old: Any) -> Any:
 
 
 class RegionLibrary:
-    """Region functions by structure: equal regions get the same one."""
+    """Region functions by structure: equal regions get the same one.
 
-    def __init__(self):
+    Args:
+        compiler: Compiles them before they first run, in the background; None to leave it to TensorFlow.
+    """
+
+    def __init__(self, compiler: BackgroundCompiler | None = None):
+        self._compiler = compiler
         self._by_structure: dict[Any, RegionFunction] = {}
 
     def function_for(self, body: RegionBody, mode: str, *, jit: bool, inline: bool) -> RegionFunction:
@@ -236,7 +257,7 @@ class RegionLibrary:
         is_shared = structure is not None and not body.borrowed
         key = (mode, structure if is_shared else id(body), len(body.outputs), body.autocast_dtype)
         if key not in self._by_structure:
-            self._by_structure[key] = RegionFunction(body, mode)
+            self._by_structure[key] = RegionFunction(body, mode, self._compiler)
         return self._by_structure[key]
 
     def __len__(self) -> int:

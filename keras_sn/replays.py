@@ -71,6 +71,8 @@ class ReplayBytes:
 
     def most(self, index: int) -> int:
         """The most that is held before a region's backward pass begins, with the forgotten inputs that are there then."""
+        if not self.sources[index]:
+            return self.nbytes(*self.forgotten[index])
         pending = [index]
         while pending:
             one = pending[-1]

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_sn import keras_internals
 from keras_sn.bodies import BorrowedWeights, RegionBody, make_bodies
+from keras_sn.compiling import BackgroundCompiler
 from keras_sn.layer_calls import ModelTrace, variables_of
 from keras_sn.passes import Pass, PassResult, hand_on, is_float, masks_of, read_state, read_trainable
 from keras_sn.plan import Plan
@@ -34,6 +35,7 @@ class PlanExecutor:
         ties: Let what a backward function reads depend on its gradients, because XLA may compile the whole step around it and
             would merge the recomputation with the forward pass.
         owner: TensorFlow may ask for gradients of what it traces as long as this lives; None means the executor.
+        compiler: Compiles region functions before they first run, in the background; None to leave it to TensorFlow.
     """
 
     def __init__(
@@ -46,10 +48,11 @@ class PlanExecutor:
         library: RegionLibrary | None = None,
         ties: bool = False,
         owner: Any = None,
+        compiler: BackgroundCompiler | None = None,
     ):
         self.trace, self.plan, self.jit, self.ties = trace, plan, jit, ties
         self.bodies = make_bodies(trace, plan.regions, autocast_dtype)
-        self.library = RegionLibrary() if library is None else library
+        self.library = RegionLibrary(compiler) if library is None else library
         self._owner = weakref.ref(self if owner is None else owner)
         self._functions: dict[str, list[RegionFunction]] = {}
         self._recomputed = {one.tensor for region in plan.regions for one in region.saved if one.tier == RECOMPUTE}
@@ -112,7 +115,7 @@ def _run_kept(one_pass: Pass, body: RegionBody, function: RegionFunction) -> Non
             one_pass.tensors[name] = keras_internals.with_mask_of(tf.identity(one_pass.tensors[name]), one_pass.tensors[name])
     inputs = [one_pass.tensors[name] for name in body.inputs]
     masks = masks_of(inputs)
-    result = function.forward(inputs, masks, read_trainable(one_pass, body), read_state(one_pass, body))
+    result = function.forward_differentiable(inputs, masks, read_trainable(one_pass, body), read_state(one_pass, body))
     for name, tensor in zip(body.inputs_in_turn, result.passed_on, strict=bool(result.passed_on)):
         one_pass.tensors[name] = tensor
     hand_on(one_pass, body, function, result, result.outputs, result.losses)

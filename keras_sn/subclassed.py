@@ -78,7 +78,7 @@ class ChildPlanner:
         if plan.is_plain:
             return nullcontext()
         jit = wants_jit()
-        regions = self._model._now.executor_for(lambda: ChildRegions(plan, jit=jit), jit)
+        regions = self._model._now.executor_for(lambda: ChildRegions(plan, jit=jit, compiler=self._model._now.compiler), jit)
         return watched(self._model.layers, regions.handler())
 
     def _may_run(self, arrays: Sequence[Any]) -> bool:

@@ -9,11 +9,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 from keras_sn.cost import StepCosts
 from keras_sn.plan import Plan, Region, Saved
-from keras_sn.region_bytes import region_bytes
+from keras_sn.region_bytes import key_of, region_bytes
 from keras_sn.replays import sources_of, totals
+from keras_sn.steps import RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def time_regions(costs: StepCosts, regions: Sequence[Region], copy_window: int =
 def schedule_prefetches(costs: StepCosts, regions: Sequence[Region]) -> list[Region]:
     """Starts each copy back as late as it can start and still be there in time, with one link for all of them."""
     clock = _Clock(costs, regions)
-    durations = [clock.backward[index] + clock.again[index] for index in reversed(range(len(regions)))]
+    durations = [clock.parts[index].backward + clock.again[index] for index in reversed(range(len(regions)))]
     starts = [0.0, *accumulate(durations)]  # by backward order: the last region starts at 0
     link_is_needed_at = starts[-1] if starts else 0.0
 
@@ -60,40 +62,72 @@ def schedule_prefetches(costs: StepCosts, regions: Sequence[Region]) -> list[Reg
 
 def copied_back(regions: Sequence[Region], start: Callable[[int, Saved], int | None]) -> list[Region]:
     """The regions with new times for their copies back; `start` says which from the number of a region and what it saves."""
-    return [
-        replace(
-            region,
-            saved=tuple(replace(one, prefetch_at=start(index, one)) if one.is_away else one for one in region.saved),
+    return [_copied_back(region, index, start) if any(one.is_away for one in region.saved) else region for index, region in enumerate(regions)]
+
+
+def _copied_back(region: Region, index: int, start: Callable[[int, Saved], int | None]) -> Region:
+    saved = tuple(replace(one, prefetch_at=start(index, one)) if one.is_away else one for one in region.saved)
+    return replace(region, saved=saved)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """What one region takes, whatever the other regions do, in seconds and kernels."""
+
+    first: int
+    """The position of its first layer call."""
+    forward: float
+    backward: float
+    again: float
+    kernels: int
+    """Of its forward pass."""
+    kernels_again: int
+
+
+_KNOWN: "WeakKeyDictionary[StepCosts, dict[tuple, _Alone]]" = WeakKeyDictionary()
+
+
+def _alone(costs: StepCosts, region: Region) -> _Alone:
+    known, key = _KNOWN.setdefault(costs, {}), key_of(region)
+    if key not in known:
+        overhead = costs.region_seconds / 2 * region.recompute  # a kept region is no function
+        places, again = [costs.graph.position[name] for name in region.layers], region_bytes(costs.graph, region).again
+        known[key] = _Alone(
+            first=places[0],
+            forward=overhead + sum(costs.forward[place] for place in places),
+            backward=overhead + sum(costs.backward[place] for place in places),
+            again=sum(costs.forward[place] for place in again),
+            kernels=sum(costs.kernels[place][0] for place in places),
+            kernels_again=sum(costs.kernels[place][0] for place in again),
         )
-        for index, region in enumerate(regions)
-    ]
+    return known[key]
 
 
 class _Clock:
     def __init__(self, costs: StepCosts, regions: Sequence[Region]):
-        self.costs, self.regions, graph = costs, regions, costs.graph
-        places = [[graph.position[name] for name in region.layers] for region in regions]
-        overhead = [costs.region_seconds / 2 * region.recompute for region in regions]  # a kept region is no function
-        self.forward = [more + sum(costs.forward[p] for p in one) for more, one in zip(overhead, places, strict=True)]
-        self.backward = [more + sum(costs.backward[p] for p in one) for more, one in zip(overhead, places, strict=True)]
-        self.made_in = {t: index for index, one in enumerate(places) for place in one for t in graph.layers[place].outputs}
-        again = [region_bytes(graph, region).again for region in regions]
-        self.again = [sum(costs.forward[place] for place in one) for one in again]
-        self.forward_kernels = [sum(costs.kernels[place][0] for place in one) for one in places]
-        self.kernels = sum(map(sum, costs.kernels)) + sum(costs.kernels[place][0] for one in again for place in one)
+        self.costs, self.regions = costs, regions
+        self.parts = [_alone(costs, region) for region in regions]
+        self.again = [one.again for one in self.parts]
+        self.kernels = sum(map(sum, costs.kernels)) + sum(one.kernels_again for one in self.parts)
         self._add_replays()
         self.now = self.stalled = self.link_free_at = 0.0
 
     def _add_replays(self) -> None:
         """The regions that run again before a region's backward pass, and the copies that these wait for."""
-        sources, nbytes = sources_of(self.regions, self.made_in), self.costs.graph.nbytes
+        graph = self.costs.graph
+        if not any(one.tier == RECOMPUTE for region in self.regions for one in region.saved):
+            return
+        made_in = {
+            tensor: index for index, region in enumerate(self.regions) for layer in graph.layers_named(region.layers) for tensor in layer.outputs
+        }
+        sources = sources_of(self.regions, made_in)
         copies = (
-            sum(self.costs.model.transfer_seconds(nbytes(one.tensor)) for one in region.saved if one.is_away)
+            sum(self.costs.model.transfer_seconds(graph.nbytes(one.tensor)) for one in region.saved if one.is_away)
             for region in self.regions
         )
-        seconds = totals(sources, [one + more for one, more in zip(self.forward, copies, strict=True)])
+        seconds = totals(sources, [one.forward + more for one, more in zip(self.parts, copies, strict=True)])
         self.again = [one + more for one, more in zip(self.again, seconds, strict=True)]
-        self.kernels += sum(totals(sources, self.forward_kernels))
+        self.kernels += sum(totals(sources, [one.kernels for one in self.parts]))
 
     def wait_until(self, time: float) -> None:
         self.stalled += max(0.0, time - self.now)
@@ -115,11 +149,12 @@ class _Clock:
         for index, region in enumerate(self.regions):
             if index >= copy_window:
                 self.wait_until(done[index - copy_window])
-            start, self.now = self.now, self.now + self.forward[index]
+            start, self.now = self.now, self.now + self.parts[index].forward
             for one in region.saved:
                 if one.is_away and one.tensor not in stored:
                     stored.add(one.tensor)
-                    done[index] = self.copy(one.tensor, self.now if self.made_in.get(one.tensor) == index else start)
+                    is_made_here = self.costs.graph.producer.get(one.tensor, -1) >= self.parts[index].first
+                    done[index] = self.copy(one.tensor, self.now if is_made_here else start)
 
     def run_backward(self) -> None:
         asked: dict[int, list[tuple[int, str]]] = {}
@@ -135,6 +170,6 @@ class _Clock:
             for _, tensor in (one for one in asked.get(index, ()) if one[0] == index):
                 arrived[index] = max(arrived[index], self.copy(tensor, self.now))
             self.wait_until(arrived[index])
-            self.now += self.backward[index] + self.again[index]
+            self.now += self.parts[index].backward + self.again[index]
             for region, tensor in (one for one in asked.get(index, ()) if one[0] != index):
                 arrived[region] = max(arrived[region], self.copy(tensor, self.now))

@@ -10,7 +10,7 @@ from keras_sn.fusion import UNPLANNED_SHARE, as_compiled
 from keras_sn.gradients import gradient_bytes
 from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
 from keras_sn.plan import Region, Saved
-from keras_sn.predict import predict
+from keras_sn.predict import Timeline, predict
 from keras_sn.timing import schedule_prefetches, time_regions
 
 MIB = 2**20
@@ -190,9 +190,9 @@ def test_copies_come_back_when_there_is_room_for_them(costs):
     regions = each_away(costs(), 3)
     early, late = (max(predict(costs().graph, one, 1).levels) for one in (regions, each_away(costs(), 0)))
     assert late < early
-    assert max(predict(costs().graph, in_time(costs(), regions, late), 1).levels) == late
-    assert in_time(costs(), regions, early) == regions
+    assert max(predict(costs().graph, in_time(Timeline(costs().graph, regions), regions, late), 1).levels) == late
+    assert in_time(Timeline(costs().graph, regions), regions, early) == regions
     between = (early + late) // 2
-    timed = in_time(costs(), regions, between)
+    timed = in_time(Timeline(costs().graph, regions), regions, between)
     assert max(predict(costs().graph, timed, 1).levels) <= between
-    assert timed != in_time(costs(), regions, 0) == each_away(costs(), 0)
+    assert timed != in_time(Timeline(costs().graph, regions), regions, 0) == each_away(costs(), 0)
