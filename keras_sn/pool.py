@@ -36,7 +36,8 @@ def behind(tensor: Any, *first: Any) -> Any:
     if sizes.count(-1) > 1 or (-1 in sizes and 0 in sizes):  # not all sizes can be told from the others
         with tf.control_dependencies(first):
             return tf.raw_ops.EnsureShape(input=tensor, shape=tensor.shape)
-    with tf.device(first[0].device), tf.control_dependencies(first):
+    # In a graph the device need not be known yet; then None, since "" would leave them on the tier's.
+    with tf.device(first[0].device or None), tf.control_dependencies(first):
         opaque = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(sizes, tf.int32), shape=[len(sizes)])
     handed_on = tf.reshape(tensor, opaque)
     handed_on.set_shape(tensor.shape)
