@@ -29,6 +29,10 @@ class Pass:
     """Tensors that wait nowhere: their regions' forward passes run again."""
     ties: bool
     """Whether what a backward function reads is made to depend on its gradients."""
+    regions: int
+    """How many there are."""
+    copy_window: int
+    """A region waits for the copies of the region that ran so many before it."""
     state: dict[int, Any] = field(default_factory=dict)
     """The id of a state variable -> its value so far in this pass."""
     updated: dict[int, tuple[keras.Variable, Any]] = field(default_factory=dict)
@@ -42,6 +46,10 @@ class Pass:
     """Name and id of the tensor that started a copy back -> the copy, and that tensor."""
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Region -> the tensors that it has put into tiers."""
+    asked: dict[int, list[tuple[str, str, Any]]] = field(default_factory=dict)
+    """Region -> what begins to come back when its backward pass starts: tier, name and the tensor there."""
+    begun: list[Any] = field(default_factory=list)
+    """The copies back that were asked for last."""
     replays: "dict[str, Rerun]" = field(default_factory=dict)
     """Tensor that waits nowhere -> how to make it again."""
 
@@ -50,15 +58,32 @@ class Pass:
         self.replays.update((name, rerun) for name in rerun.names if name in self.recomputed)
 
     def wait_for_copies(self, region: int, read_next: Sequence[str]) -> None:
-        """Lets whatever reads the first of these tensors wait until what a region has put into tiers is there.
+        """Lets a region that reads these tensors wait until what the one `copy_window` before it has put into tiers is there.
 
-        Without it, the forward pass would run ahead of its copies, and all that leaves would still be on the device.
+        Without it, the host would run ahead of the copies, and all that leaves would still be on the device.
         """
-        copies = self.stored.pop(region, [])
+        copies = self.stored.pop(region - self.copy_window, [])
         name = next((name for name in read_next if is_float(self.tensors[name])), None)
         if name is None or not copies:
             return
         self.tensors[name] = keras_internals.with_mask_of(behind(self.tensors[name], *copies), self.tensors[name])
+
+    def start_backward(self, region: int, gate: Any) -> Any:
+        """Says that a region's backward pass can start once the tensor `gate` exists, and asks for what comes back by then.
+
+        Returns:
+            The tensor, in a form that exists once what was asked for before has been queued. TensorFlow queues a copy when what
+            it reads is on the host, behind all work of the device that it has queued by then: without it, that would be all of
+            the backward pass up to the first region that needs one of them.
+        """
+        if self.mode == EAGER:  # eager steps run in order, and a gate would only keep its tensor alive
+            return gate
+        left = self.stored.pop(2 * self.regions - 1 - region - self.copy_window, [])
+        first = [one for one in (*left, *self.begun) if one.graph is gate.graph]
+        self.started[region] = gate = behind(gate, *first) if first else gate
+        here = [one for one in self.asked.get(region, ()) if one[2].graph is gate.graph]
+        self.begun = [self.fetch(tier, name, stored, gate) for tier, name, stored in here]
+        return gate
 
     def fetch(self, tier: str, name: str, stored: Any, after: Any) -> Any:
         """A tensor from its tier; once for all that ask for it at one time, which TensorFlow's optimizer may or may not see."""
@@ -149,6 +174,9 @@ def save(one_pass: Pass, index: int, region: Region, body: RegionBody, inputs: l
         one_pass.stored[index] = list(new.values())
     stored = {name: one_pass.in_tier.get(name, value) for name, value in values.items() if name not in replays}
     stored.update((name, shape_of(values[name])) for name in body.unread)
+    for name in in_tier if one_pass.mode != EAGER else ():
+        if places[name].prefetch_at not in (None, index):
+            one_pass.asked.setdefault(places[name].prefetch_at, []).append((places[name].tier, name, stored[name]))
     started = one_pass.started
 
     def fetch(again: Replays) -> tuple[list[Any], list[Any]]:

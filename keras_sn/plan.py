@@ -98,7 +98,7 @@ class Plan:
     """The layer call at which the planned peak stands."""
     budget_bytes: int | None = None
     copy_window: int = 2
-    """The forward pass of a region waits for the copies of the region this many before it."""
+    """A region's forward or backward pass waits for the copies of the forward pass that ran this many before it."""
     offloaded_bytes: int = 0
     """Bytes that leave the device in each step."""
     planned_seconds: float = 0.0

@@ -77,8 +77,8 @@ class Timeline:
                     self.keepers.setdefault(tensor, index)
         self.replays = ReplayBytes(regions, self.made_in, graph.nbytes, [one.leaving + one.inside for one in self.parts])
         self.change = [0] * (2 * self.count + 1)
-        self.copied: list[tuple[int, int, int, int]] = []
-        """Of what is copied away: bytes, the region that makes it, the last that reads it, the first that saves it."""
+        self.copied: list[tuple[str, int, int, int]] = []
+        """What is copied away: the tensor, the region that makes it, the last that reads it, the first that saves it."""
         self.add_tensors()
         for index in range(self.count):
             self.add_private(index)
@@ -88,13 +88,18 @@ class Timeline:
     def prediction(self, regions: Sequence[Region], copy_window: int) -> Prediction:
         """What is predicted for the regions, whose copies come back at the times that they say."""
         self.change = list(self.without_copies)
-        for nbytes, made, last_reader, saver in self.copied:
-            self.add(nbytes, made, min(max(last_reader, saver + copy_window - 1), self.count - 1))
+        back: dict[str, int] = {}
+        """What comes back -> the first slot in which it does."""
         for index, region in enumerate(regions):
             for one in region.saved:
                 if one.is_away and one.tensor in self.made_in:
                     start = index if one.prefetch_at is None else min(one.prefetch_at, self.count - 1)
+                    back[one.tensor] = min(self.backward(start), back.get(one.tensor, len(self.change)))
                     self.add(self.graph.nbytes(one.tensor), self.backward(start), self.backward(index))
+        for tensor, made, last_reader, saver in self.copied:
+            # It must have left before it is asked for, and in the same slot it can have gone and come.
+            left = min(saver + copy_window, back[tensor]) - 1
+            self.add(self.graph.nbytes(tensor), made, max(last_reader, left))
         slack, fed = 1 + UNPLANNED_SHARE * self.graph.is_compiled, self.graph.nbytes(*self.graph.inputs)
         levels = tuple(int(slack * level) + fed for level in accumulate(self.change[:-1]))
         peak_layer = regions[region_at(levels.index(max(levels)), len(regions))].layers[-1] if regions else ""
@@ -120,7 +125,7 @@ class Timeline:
             if holders:
                 self.add(nbytes, made, self.backward(min(holders)))
             elif tier not in (None, RECOMPUTE):
-                self.copied.append((nbytes, made, last_reader, savers[0][0]))
+                self.copied.append((tensor, made, last_reader, savers[0][0]))
             elif last_reader > made:
                 self.add(nbytes, made, last_reader)
             for index, _ in savers if tier == RECOMPUTE else ():

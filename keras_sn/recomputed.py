@@ -127,9 +127,8 @@ class _Backward:
         """Gradients of the sources and of the trainable values, from those of the outputs, the losses and what was passed on."""
         real = [g if place in self.arrived or len(upstream) == 1 else None for place, g in enumerate(upstream)]
         self.arrived.clear()
-        gate = next(g for g in real if g is not None)
-        if self.one_pass.mode != EAGER:  # eager steps run in order, and a gate would only keep its tensor alive
-            self.one_pass.started[self.index] = gate
+        place = next(place for place, g in enumerate(real) if g is not None)
+        real[place] = gate = self.one_pass.start_backward(self.index, real[place])
         rerun = self.rerun
         inputs, inside = rerun.fetch_for_backward(gate)
         if self.one_pass.ties and self.one_pass.mode != EAGER:

@@ -194,7 +194,7 @@ def _seconds(plan: Plan) -> str:
 
 
 def _copy_window(plan: Plan) -> str:
-    return f"{plan.copy_window} regions: a forward pass waits for the copies of the region this many before it"
+    return f"{plan.copy_window} regions: each waits for the copies of the region that ran this many before it"
 
 
 SUMMARY: dict[str, Callable[[Plan], str]] = {

@@ -73,10 +73,11 @@ class PlanExecutor:
             return self._run(mode, inputs)
 
     def _run(self, mode: str, inputs: Sequence[Any]) -> PassResult:
-        one_pass = Pass(dict(zip(self.trace.graph.inputs, inputs, strict=True)), mode, self._recomputed, self.ties)
+        tensors = dict(zip(self.trace.graph.inputs, inputs, strict=True))
+        one_pass = Pass(tensors, mode, self._recomputed, self.ties, len(self.plan.regions), self.plan.copy_window)
         for index, region in enumerate(self.plan.regions):
             body = self.bodies[index]
-            one_pass.wait_for_copies(index - self.plan.copy_window, body.inputs)
+            one_pass.wait_for_copies(index, body.inputs)
             if region.recompute:
                 self._run_recomputed(one_pass, index)
             else:

@@ -1,8 +1,9 @@
 """The seconds of a plan of regions, on paper: compute, recomputation, and copies that queue behind each other.
 
-Forward: a region starts when the one before it is done and the copies of the region `copy_window` before it are. Backward: a
+A region's forward or backward pass starts when the one before it is done and the copies of the one `copy_window` before it are. A
 copy back that is asked for when a region's backward pass starts begins when that is done, since TensorFlow lets copies wait for
-all that it has given the device before (traced on an H200); a backward pass waits for what it reads.
+all that it has given the device before (traced on an H200); the next region waits until the tensor is on the host and the copy is
+asked for, and each for what it reads.
 """
 
 from bisect import bisect_left
@@ -34,7 +35,7 @@ def time_regions(costs: StepCosts, regions: Sequence[Region], copy_window: int =
     """Runs a plan's regions on paper and says how long that takes."""
     clock = _Clock(costs, regions)
     clock.run_forward(copy_window)
-    clock.run_backward()
+    clock.run_backward(copy_window)
     # The host starts one kernel after the other and runs ahead of the device, if that leaves it the time.
     started = clock.kernels * costs.model.host_seconds_per_kernel
     return Timing(max(clock.now, started), tuple(clock.again), clock.stalled)
@@ -111,6 +112,8 @@ class _Clock:
         self.kernels = sum(map(sum, costs.kernels)) + sum(one.kernels_again for one in self.parts)
         self._add_replays()
         self.now = self.stalled = self.link_free_at = 0.0
+        self.stored: dict[str, float] = {}
+        """What has left, and when it is on the host."""
 
     def _add_replays(self) -> None:
         """The regions that run again before a region's backward pass, and the copies that these wait for."""
@@ -144,19 +147,17 @@ class _Clock:
         return self.link_free_at
 
     def run_forward(self, copy_window: int) -> None:
-        stored: set[str] = set()
-        done = [0.0] * len(self.regions)
+        self.done = [0.0] * len(self.regions)
         for index, region in enumerate(self.regions):
             if index >= copy_window:
-                self.wait_until(done[index - copy_window])
+                self.wait_until(self.done[index - copy_window])
             start, self.now = self.now, self.now + self.parts[index].forward
             for one in region.saved:
-                if one.is_away and one.tensor not in stored:
-                    stored.add(one.tensor)
+                if one.is_away and one.tensor not in self.stored:
                     is_made_here = self.costs.graph.producer.get(one.tensor, -1) >= self.parts[index].first
-                    done[index] = self.copy(one.tensor, self.now if is_made_here else start)
+                    self.done[index] = self.stored[one.tensor] = self.copy(one.tensor, self.now if is_made_here else start)
 
-    def run_backward(self) -> None:
+    def run_backward(self, copy_window: int) -> None:
         asked: dict[int, list[tuple[int, str]]] = {}
         last = len(self.regions) - 1
         for index in range(last, -1, -1):
@@ -166,10 +167,15 @@ class _Clock:
                     asked.setdefault(start, []).append((index, one.tensor))
         arrived = [0.0] * len(self.regions)
         self.link_free_at = 0.0  # the link's other direction
+        asked_before = 0.0
         for index in range(last, -1, -1):
+            self.wait_until(asked_before)  # the next region is not queued before the copies are
+            if 0 <= 2 * last + 1 - index - copy_window <= last:
+                self.wait_until(self.done[2 * last + 1 - index - copy_window])
             for _, tensor in (one for one in asked.get(index, ()) if one[0] == index):
-                arrived[index] = max(arrived[index], self.copy(tensor, self.now))
+                arrived[index] = max(arrived[index], self.copy(tensor, max(self.now, self.stored[tensor])))
             self.wait_until(arrived[index])
             self.now += self.parts[index].backward + self.again[index]
             for region, tensor in (one for one in asked.get(index, ()) if one[0] != index):
-                arrived[region] = max(arrived[region], self.copy(tensor, self.now))
+                asked_before = max(asked_before, self.stored[tensor])
+                arrived[region] = max(arrived[region], self.copy(tensor, max(self.now, self.stored[tensor])))
