@@ -1,7 +1,7 @@
 """Makes a plan faster by random changes, of which some that make it slower are kept for a while (simulated annealing).
 
-What is best for one region depends on all others: bytes that are saved anywhere make room for tensors elsewhere, and copies wait for
-each other. Changes one at a time, each for the better, end early. In: a candidate. Out: one that is at least as fast, and fits.
+What is best for one region depends on all others: bytes that are saved anywhere make room for tensors elsewhere, and copies wait
+for each other. Changes one at a time, each for the better, end early. In: a candidate. Out: one at least as fast that fits.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,6 @@ from random import Random
 from keras_sn.candidates import Candidate
 from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft, joined, may_leave, with_cut, with_place
-from keras_sn.plan import DEVICE, HOST
-from keras_sn.steps import RECOMPUTE
 
 LOOKED_AT = 200_000
 """Layer calls that all trials of one search together look at: a few seconds."""
@@ -31,7 +29,12 @@ TryOut = Callable[[Draft], Candidate]
 
 
 def anneal(
-    costs: StepCosts, start: Candidate, room_bytes: float, places: Sequence[str], try_out: TryOut, fits: Callable[[Candidate], bool]
+    costs: StepCosts,
+    start: Candidate,
+    room_bytes: float,
+    places: Sequence[str],
+    try_out: TryOut,
+    fits: Callable[[Candidate], bool],
 ) -> Candidate:
     """Looks for a faster plan than one that fits, at plans like it.
 

@@ -97,7 +97,16 @@ class RegionBody:
         return [*self._shapes(self.inputs) * 2, *[None] * len([*trainable, *state])]
 
     def backward_shapes(
-        self, inputs: list, masks: list, saved: list, trainable: list, state: list, outputs: list, losses: list, wanted: list, seeds: list
+        self,
+        inputs: list,
+        masks: list,
+        saved: list,
+        trainable: list,
+        state: list,
+        output_gradients: list,
+        loss_gradients: list,
+        wanted: list[bool],
+        seeds: list,
     ) -> list[Sequence[int] | None]:
         """The planned shapes of what its backward function gets; None for what is no tensor between layers."""
         differentiable = [spec.name for spec in self.made_specs if spec.name in self.outputs and spec.is_differentiable]
@@ -107,7 +116,7 @@ class RegionBody:
             *self._shapes(self.saved_inside),
             *[None] * len([*trainable, *state]),
             *self._shapes(differentiable),
-            *[None] * len([*losses, *wanted]),
+            *[None] * len([*loss_gradients, *wanted]),
             *self._shapes(seeded),
         ]
 

@@ -55,8 +55,8 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
     timed = schedule_prefetches(costs, regions)
     least = timeline.prediction(timed, 1).peak_bytes
     if least > room_bytes:
-        found = ((timeline.prediction(one, 1).peak_bytes, one) for one in (in_time(timeline, timed, room_bytes), when_read(regions)))
-        least, timed = min(found, key=lambda pair: pair[0])
+        later = in_time(timeline, timed, room_bytes), when_read(regions)
+        least, timed = min(((timeline.prediction(one, 1).peak_bytes, one) for one in later), key=lambda pair: pair[0])
     windows = (window for window in COPY_WINDOWS if timeline.prediction(timed, window).peak_bytes <= room_bytes)
     return _timed(costs, timeline, timed, next(windows, 1) if least <= room_bytes else 1)
 

@@ -1,6 +1,7 @@
 """Functions for XLA that are compiled as soon as they are traced, while others are traced, before the first step runs.
 
-TensorFlow compiles a function when it first runs it, and the last ones while all that the step saves is on the device. The compiler tries algorithms out on arrays of their own, and each that it finds no room for waits ten seconds.
+TensorFlow compiles a function when it first runs it, and the last ones while all that the step saves is on the device. The
+compiler tries algorithms out on arrays of their own, and each that it finds no room for waits ten seconds.
 """
 
 import time
@@ -21,7 +22,7 @@ Shape = Sequence[int] | None
 class BackgroundCompiler:
     """Compiles functions in a thread, one after the other, each by one call on zeros, whose outcome nobody reads.
 
-    Of several at a time, each tries out for itself the same algorithms for the same convolutions, on a device that only one can use.
+    Of several at a time, each would try out the same algorithms for the same convolutions, on a device that only one can use.
     """
 
     def __init__(self):
@@ -87,8 +88,8 @@ class CompiledFunction:
             filled = [next(given) if tf.is_tensor(x) else x for x in flat]
             return tf.nest.flatten(concrete(*tf.nest.pack_sequence_as(arguments, filled)))
 
-        # Called from within another function, as in the step: by itself it would be compiled under another name. The zeros come from
-        # outside, or TensorFlow would compute what they give beforehand.
+        # Called from within another function, as in the step: by itself it would be compiled under another name. The zeros come
+        # from outside, or TensorFlow would compute what they give beforehand.
         with tf.init_scope(), tf.device(device):
             outer = tf.function(inner, autograph=False).get_concrete_function(*specs)
 

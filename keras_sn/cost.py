@@ -28,6 +28,10 @@ over the batch), of any other. In traces on an H200, less one for the update of 
 3 % too many for DenseNet-121, 14 % too few for U-Net, and 29 % too few for ViT, whose attention takes more."""
 
 
+SUMS = (2, 1)
+"""How often a normalization's forward and backward step read its input once more, for sums over the batch (the same traces)."""
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """What the device does in a second.
@@ -44,7 +48,9 @@ class CostModel:
     launch_seconds: float
     """What one layer call or copy takes at least."""
     convolution_rates: Rates = ()
-    """None given: `flops_per_second`."""
+    """Of forward and recompute steps. None given: `flops_per_second`."""
+    convolution_backward_rates: Rates = ()
+    """Of both gradients together. None given: `convolution_rates`."""
     copies_overlap: bool = True
     """Whether the device computes while it copies."""
     matrix_rates: Rates = ()
@@ -92,14 +98,16 @@ class CostModel:
         return self.host_seconds_per_step + variables * self.host_seconds_per_variable
 
     def _seconds(self, layer: LayerCall, graph: LayerGraph, factor: int, nbytes: int) -> float:
-        seconds = factor * layer.flops / self._flops_per_second(layer, graph)
+        seconds = factor * layer.flops / self._flops_per_second(layer, graph, is_backward=factor > 1)
         # What it holds inside is written and read by kernels of their own; the backward step writes its gradient too. Of
         # attention it is the scores, with a product, a softmax and another product around them (a trace of ViT on an H200).
         inside = (1 + factor if layer.is_convolution else 4 * factor) * layer.internal_bytes * layer.is_costly
         return self.launch_seconds + max(seconds, nbytes / self.bytes_per_second) + inside / self.bytes_per_second
 
-    def _flops_per_second(self, layer: LayerCall, graph: LayerGraph) -> float:
-        rates = self.convolution_rates if layer.is_convolution else self.matrix_rates if layer.is_costly else ()
+    def _flops_per_second(self, layer: LayerCall, graph: LayerGraph, *, is_backward: bool) -> float:
+        rates = self.matrix_rates if layer.is_costly else ()
+        if layer.is_convolution:
+            rates = (is_backward and self.convolution_backward_rates) or self.convolution_rates
         made = sum(prod(graph.tensors[tensor].shape) for tensor in layer.outputs)
         if not rates or not made or not layer.flops:
             return self.flops_per_second
@@ -115,7 +123,8 @@ ON_GPU = CostModel(
     bytes_per_second=3.5e12,
     link_bytes_per_second=5.4e10,
     launch_seconds=2e-6,
-    convolution_rates=((576, 1.0e14),),
+    convolution_rates=((576, 2.0e14),),
+    convolution_backward_rates=((576, 1.2e14),),
     host_seconds_per_step=2.5e-3,
     host_seconds_per_variable=1e-5,
     host_seconds_per_kernel=8.5e-6,
@@ -177,7 +186,8 @@ class StepCosts:
         """Of a step of so many kernels: so many passes over its bytes if it is fused, else what it takes alone."""
         launch = self.model.launch_seconds
         if self.graph.is_compiled and layer.is_fusible:
-            return kernels * launch + passes * self._fused_bytes(layer) / self.model.bytes_per_second
+            sums = SUMS[passes - 1] * self.graph.nbytes(*layer.inputs) if layer.weight_bytes else 0
+            return kernels * launch + (passes * self._fused_bytes(layer) + sums) / self.model.bytes_per_second
         return alone(layer, self.graph) + (kernels - 1) * launch  # which has one launch in it
 
     def _fused_bytes(self, layer: LayerCall) -> int:

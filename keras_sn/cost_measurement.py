@@ -23,12 +23,11 @@ from keras_sn.pool import TIERS
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """Square images and kernels, stride 1, images as large out as in."""
+    """Square images and kernels, stride 1, images as large and with as many channels out as in."""
 
     batch: int
     pixels: int
     channels: int
-    filters: int
     kernel: int
     data_format: str = "NHWC"
     """An H200 is a tenth faster this way than with channels first."""
@@ -45,14 +44,14 @@ class Sizes:
     """Contraction lengths of matrix products, each of `rows` rows and as many columns as it is long."""
     rows: int = 8192
     convolutions: tuple[Convolution, ...] = (
-        Convolution(64, 56, 64, 64, 3),
-        Convolution(64, 28, 128, 128, 3),
-        Convolution(64, 14, 256, 256, 3),
-        Convolution(64, 14, 512, 512, 3),
+        Convolution(64, 56, 64, 3),
+        Convolution(64, 28, 128, 3),
+        Convolution(64, 14, 256, 3),
+        Convolution(64, 14, 512, 3),
     )
     """Like the 3 x 3 convolutions of a ResNet, by length. Memory bounds its 1 x 1 ones (15e12 flop/s on an H200)."""
-    block_bytes: int = 128 * 2**20
-    """Of the block that is read and written; beyond the caches of a GPU."""
+    block_bytes: int = 256 * 2**20
+    """Of the block that is read and written; beyond the caches of a GPU, and for longer than the call takes the host."""
     copied_blocks: int = 6
     """To the host, of a quarter of that each; one is copied too, for what a copy costs however short it is."""
     chain_length: int = 128
@@ -96,12 +95,15 @@ def measure(sizes: Sizes, device: str) -> CostModel:
     """Measures a TensorFlow device, from anywhere: also while a function is being traced or a tape is recording."""
     with tf.init_scope(), tf.device(device):
         matrix_rates = tuple((length, matrix_rate(length, sizes)) for length in sizes.matrices)
+        lengths = [one.channels * one.kernel**2 for one in sizes.convolutions]
+        forward, backward = zip(*(convolution_rates(one, sizes) for one in sizes.convolutions), strict=True)
         return CostModel(
             flops_per_second=matrix_rates[-1][1],
             bytes_per_second=memory_rate(sizes),
             link_bytes_per_second=link_rate(sizes),
             launch_seconds=launch_seconds(sizes),
-            convolution_rates=tuple((one.channels * one.kernel**2, convolution_rate(one, sizes)) for one in sizes.convolutions),
+            convolution_rates=tuple(zip(lengths, forward, strict=True)),
+            convolution_backward_rates=tuple(zip(lengths, backward, strict=True)),
             matrix_rates=matrix_rates,
             # Read off the traces of four networks' steps. What small functions take is several times that.
             host_seconds_per_step=ON_GPU.host_seconds_per_step,
@@ -115,27 +117,32 @@ def matrix_rate(length: int, sizes: Sizes) -> float:
 
     def all_three(x, w):
         y = tf.matmul(x, w)  # stands in for its own gradient
-        return tf.matmul(y, w, transpose_b=True) / (2 * length), tf.matmul(x, y, transpose_a=True)
+        return tf.matmul(y, w / (2 * length), transpose_b=True), tf.matmul(x, y, transpose_a=True)
 
     flops = 3 * 2 * sizes.rows * length**2
     return flops / _round_seconds(sizes, all_three, _random(sizes.rows, length), _random(length, length))
 
 
-def convolution_rate(one: Convolution, sizes: Sizes) -> float:
-    """Of a compiled float32 convolution and its two gradients together, in flop/s."""
+def convolution_rates(one: Convolution, sizes: Sizes) -> tuple[float, float]:
+    """Of a compiled float32 convolution, and of its two gradients together, in flop/s."""
     images = _random(*({"N": one.batch, "C": one.channels}.get(axis, one.pixels) for axis in one.data_format))
-    kernel = _random(one.kernel, one.kernel, one.channels, one.filters)
+    kernel = _random(one.kernel, one.kernel, one.channels, one.channels)
     how = {"strides": [1, 1, 1, 1], "padding": "SAME", "data_format": one.data_format}
+    scale = 1 / one.channels / one.kernel**2  # divided, the numbers stay near 1
+
+    def forward(x, w):
+        return tf.raw_ops.Conv2D(input=x, filter=w * scale, **how), w
 
     def all_three(x, w):
         y = tf.raw_ops.Conv2D(input=x, filter=w, **how)
         # The output stands in for its own gradient: it has the shape, and saves a block of memory.
-        to_input = tf.raw_ops.Conv2DBackpropInput(input_sizes=x.shape, filter=w, out_backprop=y, **how)
+        to_input = tf.raw_ops.Conv2DBackpropInput(input_sizes=x.shape, filter=w * scale, out_backprop=y, **how)
         to_kernel = tf.raw_ops.Conv2DBackpropFilter(input=x, filter_sizes=w.shape, out_backprop=y, **how)
-        return to_input / (2 * one.filters * one.kernel**2), to_kernel
+        return to_input, to_kernel
 
-    flops = 3 * 2 * one.batch * one.pixels**2 * one.channels * one.filters * one.kernel**2
-    return flops / _round_seconds(sizes, all_three, images, kernel)
+    flops = 2 * one.batch * one.pixels**2 * one.channels * one.channels * one.kernel**2
+    alone, together = (_round_seconds(sizes, compute, images, kernel) for compute in (forward, all_three))
+    return flops / alone, 2 * flops / max(together - alone, 1e-9)
 
 
 def memory_rate(sizes: Sizes) -> float:
@@ -186,7 +193,7 @@ def _round_seconds(sizes: Sizes, compute: Callable[[Any, Any], tuple[Any, Any]],
 
     Args:
         sizes: How many rounds.
-        compute: `(x, w) -> (gradient of x, scaled so that it can stand in for the next round's x, gradient of w)`.
+        compute: `(x, w) -> (what can stand in for the next round's x, what has the shape of w)`.
         x: Where the first round begins.
         w: The same for all rounds; their gradients are added up, so that none can be left out.
     """
@@ -246,7 +253,8 @@ def _is_of_this_version(key: str, entry: dict[str, Any]) -> bool:
 
 
 def _in_tuples(entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {name: tuple(map(tuple, entry.get(name, ()))) for name in ("convolution_rates", "matrix_rates")}
+    of_lengths = ("convolution_rates", "convolution_backward_rates", "matrix_rates")
+    return entry | {name: tuple(map(tuple, entry.get(name, ()))) for name in of_lengths}
 
 
 def _write(key: str, model: CostModel) -> None:

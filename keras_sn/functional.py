@@ -52,8 +52,9 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         jit = self._region_jit()
 
         def make() -> PlanExecutor:
-            planned = self._now.planned
-            return PlanExecutor(planned.trace, planned.plan, jit=jit, autocast_dtype=mixed, owner=self._now, compiler=self._now.compiler)
+            now = self._now
+            options = {"jit": jit, "autocast_dtype": mixed, "owner": now, "compiler": now.compiler}
+            return PlanExecutor(now.planned.trace, now.planned.plan, **options)
 
         return self._now.executor_for(make, jit, mixed)
 

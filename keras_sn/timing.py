@@ -63,12 +63,14 @@ def schedule_prefetches(costs: StepCosts, regions: Sequence[Region]) -> list[Reg
 
 def copied_back(regions: Sequence[Region], start: Callable[[int, Saved], int | None]) -> list[Region]:
     """The regions with new times for their copies back; `start` says which from the number of a region and what it saves."""
-    return [_copied_back(region, index, start) if any(one.is_away for one in region.saved) else region for index, region in enumerate(regions)]
 
+    def timed(index: int, region: Region) -> Region:
+        if not any(one.is_away for one in region.saved):
+            return region
+        saved = (replace(one, prefetch_at=start(index, one)) if one.is_away else one for one in region.saved)
+        return replace(region, saved=tuple(saved))
 
-def _copied_back(region: Region, index: int, start: Callable[[int, Saved], int | None]) -> Region:
-    saved = tuple(replace(one, prefetch_at=start(index, one)) if one.is_away else one for one in region.saved)
-    return replace(region, saved=saved)
+    return [timed(index, region) for index, region in enumerate(regions)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,8 @@ class _Clock:
         graph = self.costs.graph
         if not any(one.tier == RECOMPUTE for region in self.regions for one in region.saved):
             return
-        made_in = {
-            tensor: index for index, region in enumerate(self.regions) for layer in graph.layers_named(region.layers) for tensor in layer.outputs
-        }
+        layers = [graph.layers_named(region.layers) for region in self.regions]
+        made_in = {tensor: index for index, own in enumerate(layers) for layer in own for tensor in layer.outputs}
         sources = sources_of(self.regions, made_in)
         copies = (
             sum(self.costs.model.transfer_seconds(graph.nbytes(one.tensor)) for one in region.saved if one.is_away)

@@ -23,7 +23,7 @@ TINY = Sizes(
     rounds=3,
     matrices=(8, 16),
     rows=16,
-    convolutions=(Convolution(2, 4, 3, 5, 3), Convolution(2, 4, 3, 5, 1, "NHWC")),
+    convolutions=(Convolution(2, 4, 3, 3), Convolution(2, 4, 3, 1, "NHWC")),
     block_bytes=2**16,
     copied_blocks=2,
     chain_length=3,
@@ -146,11 +146,13 @@ def test_the_slower_way_counts(monkeypatch, one_way, both_ways, slower):
 def test_rates_count_what_is_computed(monkeypatch):
     """Two flops for each multiplication with its addition, as the flops of a layer call; each with its two gradients."""
     monkeypatch.setattr(cost_measurement, "_seconds", lambda *arguments: 2.0)
-    monkeypatch.setattr(cost_measurement, "_round_seconds", lambda *arguments: 2.0)
+    rounds = iter((2.0, 3.0, 7.0))  # of products; of convolutions, and with their gradients
+    monkeypatch.setattr(cost_measurement, "_round_seconds", lambda *arguments: next(rounds))
     assert cost_measurement.matrix_rate(8, TINY) == 3 * 2 * 16 * 8**2 / 2
     assert cost_measurement.memory_rate(TINY) == 2 * 2**16 / 2
     assert cost_measurement.launch_seconds(TINY) == 2 / 3
-    assert cost_measurement.convolution_rate(Convolution(2, 4, 3, 5, 3), TINY) == 3 * 2 * (2 * 4 * 4 * 5) * (3 * 3 * 3) / 2
+    flops = 2 * (2 * 4 * 4 * 5) * (3 * 3 * 5)
+    assert cost_measurement.convolution_rates(Convolution(2, 4, 5, 3), TINY) == (flops / 3, 2 * flops / 4)
 
 
 def test_a_round_is_what_more_of_them_take(monkeypatch):
@@ -179,8 +181,9 @@ def test_the_compiler_leaves_no_round_out(monkeypatch):
 
     monkeypatch.setattr(cost_measurement, "_seconds", take)
     cost_measurement.matrix_rate(16, TINY)
-    cost_measurement.convolution_rate(Convolution(2, 8, 4, 4, 3), TINY)
-    assert counts == 2 * [6 * TINY.rounds, 3 * TINY.rounds]
+    cost_measurement.convolution_rates(Convolution(2, 8, 4, 3), TINY)
+    three = [6 * TINY.rounds, 3 * TINY.rounds]
+    assert counts == [*three, 2 * TINY.rounds, TINY.rounds, *three]
 
 
 def test_the_median_leaves_the_warm_up_out(monkeypatch):

@@ -71,7 +71,7 @@ def test_every_planned_copy_survives_the_graph_optimizer():
     back = sum(n.op == "_Send" and "CPU:1" in n.attr["send_device"].s.decode() for g in graphs for n in g.node)
     assert to_host >= len(put)
     assert back >= len(put)
-    # What tells the host that it may copy back is "computed" on the device: else the host would wait for all that is in its queue.
+    # What tells the host that it may copy back is "computed" on the device, for whose queue the host would wait otherwise.
     assert _count(graphs, "PlaceholderWithDefault", "CPU:0") == fetched
 
 
