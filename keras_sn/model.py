@@ -21,7 +21,7 @@ from keras_sn.passes import assign_all
 from keras_sn.plan import Plan
 from keras_sn.planning import NOT_SETTLED, InForce, Shapes
 from keras_sn.policies import Policy
-from keras_sn.report import MeasuredPeak, plan_line
+from keras_sn.report import MeasuredPeak, out_of_memory_explained, plan_line
 from keras_sn.settings import Settings
 from keras_sn.subclassed import ChildPlanner
 from keras_sn.supported import check_supported
@@ -216,7 +216,8 @@ class SNModel(keras.Model):
             self._plan_for_batch(inputs, self.distribute_strategy.num_replicas_in_sync)
             x = self._verified_on_first_batch(x, y, batch_size, kwargs)
             self._report_measured_peak(kwargs)
-        return super().fit(x, y, batch_size, *args, **kwargs)
+        with out_of_memory_explained(lambda: self.plan):
+            return super().fit(x, y, batch_size, *args, **kwargs)
 
     fit.__doc__ = keras.Model.fit.__doc__
 
@@ -251,7 +252,8 @@ class SNModel(keras.Model):
         if self.compiled:
             self._plan_for_batch(x)
             self._verify(x, y, sample_weight)
-        return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
+        with out_of_memory_explained(lambda: self.plan):
+            return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
 
     train_on_batch.__doc__ = keras.Model.train_on_batch.__doc__
 
@@ -300,6 +302,7 @@ class SNModel(keras.Model):
             self._now.waiting_updates = None
             if self._now.compiler is not None:
                 self._now.compiler.wait()
+                device.reset_peak()  # of what XLA has tried out
         return logs
 
 

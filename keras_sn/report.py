@@ -1,9 +1,11 @@
 """What a person reads: a plan as a table, a plan in one line, and the measured peak beside the planned one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
+import tensorflow as tf
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -209,6 +211,22 @@ SUMMARY: dict[str, Callable[[Plan], str]] = {
     "copy window": _copy_window,
 }
 """Under the table: what each line says of a plan; one that says nothing is left out."""
+
+
+@contextmanager
+def out_of_memory_explained(plan: Callable[[], Plan | None]) -> Iterator[None]:
+    """Adds to TensorFlow's error what a plan says, if the device runs out of memory inside."""
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        if (found := plan()) is not None:
+            error.add_note(
+                f"keras_sn planned {format_bytes(found.planned_peak_bytes)} at {found.peak_layer or 'the peak'} for batches of "
+                f"{found.batch_size}. TensorFlow's allocator needs each block in one piece, and what is free may lie in several: "
+                "call `keras_sn.configure_gpu(allocator='cuda_malloc_async')` before the model is made, or give a smaller "
+                "`memory_budget`."
+            )
+        raise
 
 
 class MeasuredPeak(keras.callbacks.Callback):

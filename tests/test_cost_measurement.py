@@ -183,7 +183,7 @@ def test_the_compiler_leaves_no_round_out(monkeypatch):
     cost_measurement.matrix_rate(16, TINY)
     cost_measurement.convolution_rates(Convolution(2, 8, 4, 3), TINY)
     three = [6 * TINY.rounds, 3 * TINY.rounds]
-    assert counts == [*three, 2 * TINY.rounds, TINY.rounds, *three]
+    assert counts == 3 * three  # with as many convolutions forward alone as with gradients
 
 
 def test_the_median_leaves_the_warm_up_out(monkeypatch):

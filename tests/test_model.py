@@ -568,3 +568,24 @@ def test_random_numbers_of_tensorflow_are_refused_where_they_would_be_drawn_agai
     kept = keras_sn.SNModel.from_model(plain, policy={"*": "keep"})
     kept.compile("sgd", "mse", run_eagerly=run_eagerly, jit_compile=False)
     kept.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("train", ["fit", "train_on_batch"])
+def test_out_of_memory_says_what_was_planned(train):
+    class Full(L.Layer):
+        def call(self, x):
+            return tf.numpy_function(self.fail, [x], x.dtype)
+
+        def fail(self, x):
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    inputs = keras.Input((4,))
+    model = keras_sn.SNModel(inputs, L.Dense(1)(Full()(inputs)), memory_budget="1GiB")
+    model.compile("sgd", "mse", jit_compile=False, run_eagerly=True)
+    with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
+        getattr(model, train)(np.ones((2, 4), "float32"), np.ones((2, 1), "float32"))
+    assert "keras_sn planned" in caught.value.__notes__[0]
+    assert "cuda_malloc_async" in caught.value.__notes__[0]

@@ -196,3 +196,25 @@ def test_copies_come_back_when_there_is_room_for_them(costs):
     timed = in_time(Timeline(costs().graph, regions), regions, between)
     assert max(predict(costs().graph, timed, 1).levels) <= between
     assert timed != in_time(Timeline(costs().graph, regions), regions, 0) == each_away(costs(), 0)
+
+
+def test_what_has_not_left_by_the_end_of_the_forward_pass_is_still_there(costs):
+    """The last region's input leaves when the pass is over; the wider the window, the longer nobody waits for that."""
+    graph = costs().graph
+    regions = [Region((layer.name,), (Saved(layer.inputs[0]),)) for layer in graph.layers]
+    regions[6] = Region(regions[6].layers, (Saved("t5", "host", 6),))
+    narrow, wide = (predict(graph, regions, window).levels for window in (1, 3))
+    assert [b - a for a, b in zip(narrow, wide, strict=True)] == [0] * 7 + [400] * 2 + [0] * 7
+
+
+def test_what_is_asked_for_first_has_to_leave_first(costs):
+    """It is asked for before it has left, and what comes after it waits; that is not so where a later region asks for it."""
+    regions = [Region((layer.name,), (Saved(layer.inputs[0]),)) for layer in costs().graph.layers]
+
+    def seconds(prefetch_at: int) -> float:
+        away = Region(regions[4].layers, (Saved("t3", "host", prefetch_at),))
+        return time_regions(costs(link=400 / 4.5), [*regions[:4], away, *regions[5:]], 8).seconds
+
+    # It is there at 4 seconds, and has left at 8.5: the second backward pass waits for that, and the fourth for the way back.
+    assert seconds(7) == pytest.approx(8 + 1 + 4.5 + 5)
+    assert seconds(6) == pytest.approx(8 + 2 + 4.5 + 5)

@@ -1,6 +1,7 @@
 """What TensorFlow really runs: what is recomputed, what is copied, what is traced."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ from tensorflow.python.eager import context
 
 import keras_sn
 from keras_sn import pool
+from keras_sn.passes import Pass
 from keras_sn.planner import make_plan
 from keras_sn.pool import Tier
 from keras_sn.superneurons import superneurons_regions
@@ -83,6 +85,50 @@ def test_a_copy_back_waits_for_the_backward_pass():
     assert backs
     sizes = [op.inputs[1].op.inputs[0].op for op in backs]  # behind a placeholder, which the graph optimizer cannot see through
     assert all(op.type == "Const" and op.control_inputs for op in sizes)
+
+
+def test_the_next_region_is_given_to_the_device_after_the_copies(monkeypatch):
+    """Else TensorFlow has queued the whole backward pass before it queues the first of them."""
+    started = []
+    start = Pass.start_backward
+
+    def noting(self, region, gate):
+        handed_on = start(self, region, gate)
+        started.append((region, gate, handed_on, list(self.begun)))
+        return handed_on
+
+    monkeypatch.setattr(Pass, "start_backward", noting)
+    _fit(_copied_ahead(2))
+    assert sum(len(begun) for *_, begun in started) >= 5
+    for (_, _, _, begun), (_, _, handed_on, _) in pairwise(started):
+        if begun:
+            sizes = handed_on.op.inputs[1].op.inputs[0].op
+            assert all(copy.op in sizes.control_inputs for copy in begun)
+
+
+def _copied_ahead(distance, window=2):
+    """As planned on a GPU, where a copy back is asked for before it is needed."""
+    model = _blocks(policy={"dense_*": "offload", "linear_*": "offload", "head": "keep"})
+    plan = model.build_plan(8)
+    last = len(plan.regions) - 2
+
+    def ahead(index, one):
+        return replace(one, prefetch_at=min(index + distance, last)) if one.tier == "host" else one
+
+    regions = (
+        replace(region, saved=tuple(ahead(index, one) for one in region.saved)) for index, region in enumerate(plan.regions)
+    )
+    return keras_sn.SNModel.from_model(model, plan=replace(plan, regions=tuple(regions), copy_window=window))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(("distance", "window"), [(1, 1), (2, 4), (4, 8)])
+def test_copies_ahead_change_no_number(distance, window, jit):
+    losses = []
+    for make in (lambda: _copied_ahead(distance, window), lambda: _blocks(policy="none")):
+        keras.utils.set_random_seed(0)
+        losses.append(_fit(make(), jit_compile=jit, epochs=3).history["loss"])
+    assert losses[0] == losses[1]
 
 
 def test_the_train_step_is_traced_once():
