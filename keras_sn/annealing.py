@@ -13,7 +13,7 @@ from keras_sn.candidates import Candidate
 from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft, joined, may_leave, with_cut, with_place
 
-LOOKED_AT = 200_000
+LOOKED_AT = 120_000
 """Layer calls that all trials of one search together look at: a few seconds."""
 MAX_TRIALS = 4_000
 HOTTEST, COLDEST = 0.01, 2e-4

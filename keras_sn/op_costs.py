@@ -167,12 +167,34 @@ def _traits(recording: _Recording) -> LayerTraits:
         reads_inputs=any(key in inputs for key in held),
         reads_outputs=any(key in outputs and key not in inputs for key in held),
         flops=op_graph.flops(recording.forward, constants),
-        internal_bytes=sum(op_graph.held_bytes(source) for source in internal),
+        internal_bytes=sum(op_graph.held_bytes(source) for source in [*internal, *_scaled_early(recording, made)]),
         fused_internal_bytes=sum(op_graph.held_bytes(source) for source in fused),
         is_costly=bool(kinds & op_graph.MATRIX_OPERATIONS),
         is_fusible=kinds <= op_graph.FUSIBLE_OPERATIONS,
         is_convolution=bool(kinds & op_graph.CONVOLUTIONS),
     )
+
+
+def _scaled_early(recording: _Recording, made: set[int]) -> list[Any]:
+    """What TensorFlow's graph optimizer (`ConstantPushDown`) has the forward step make of what it makes anyway, and hold.
+
+    It makes (gradient * forward) * constant into gradient * (forward * constant), and the product of the last two is computed as
+    soon as it can be: the scores of attention times their scale. It takes the place of what nothing else reads.
+    """
+    constants = op_graph.constant_tensors([*recording.forward, *recording.backward])
+    backward = {id(one) for one in recording.backward}
+    found = []
+    for one in recording.backward:
+        if one.type != "Mul" or not any(id(x) in constants for x in one.inputs):
+            continue
+        product = next((x.op for x in one.inputs if id(x) not in constants), None)
+        if product is None or product.type != "Mul" or len(product.outputs[0].consumers()) != 1:
+            continue
+        second = op_graph.root(product.inputs[1])
+        readers = [one for one in second.consumers() if id(one) in backward]
+        if id(second) in made and id(second) not in constants and len(readers) > 1:
+            found.append(second)
+    return found
 
 
 def _held_when_fused(recording: _Recording, internal: Sequence[Any], elsewhere: set[int]) -> list[Any]:

@@ -79,6 +79,13 @@ class Timeline:
         self.change = [0] * (2 * self.count + 1)
         self.copied: list[tuple[str, int, int, int]] = []
         """What is copied away: the tensor, the region that makes it, the last that reads it, the first that saves it."""
+        self.returning = [
+            (index, place)
+            for index, region in enumerate(regions)
+            for place, one in enumerate(region.saved)
+            if one.is_away and one.tensor in self.made_in
+        ]
+        """What is copied back: the region, and the place among what it saves."""
         self.add_tensors()
         for index in range(self.count):
             self.add_private(index)
@@ -90,12 +97,11 @@ class Timeline:
         self.change = list(self.without_copies)
         back: dict[str, int] = {}
         """What comes back -> the first slot in which it does."""
-        for index, region in enumerate(regions):
-            for one in region.saved:
-                if one.is_away and one.tensor in self.made_in:
-                    start = index if one.prefetch_at is None else min(one.prefetch_at, self.count - 1)
-                    back[one.tensor] = min(self.backward(start), back.get(one.tensor, len(self.change)))
-                    self.add(self.graph.nbytes(one.tensor), self.backward(start), self.backward(index))
+        for index, place in self.returning:
+            one = regions[index].saved[place]
+            start = index if one.prefetch_at is None else min(one.prefetch_at, self.count - 1)
+            back[one.tensor] = min(self.backward(start), back.get(one.tensor, len(self.change)))
+            self.add(self.graph.nbytes(one.tensor), self.backward(start), self.backward(index))
         for tensor, made, last_reader, saver in self.copied:
             # It must have left before it is asked for, and in the same slot it can have gone and come.
             left = min(saver + copy_window, back[tensor]) - 1

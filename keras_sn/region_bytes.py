@@ -75,7 +75,9 @@ class _Counting:
         for layer, own, weights in zip(layers, inside, of_weights, strict=True):
             # What a layer call holds, its backward step and those of all later layer calls find there.
             held += layer.internal_bytes + graph.nbytes(*(t for t in layer.outputs if t in self.read and self.is_own(t)))
-            peak = max(peak, held + weights + gradients[graph.position[layer.name]])
+            # TensorFlow's convolutions on a CPU put what they read into an order of their own first.
+            scratch = graph.nbytes(*layer.inputs, *layer.outputs) * layer.is_convolution
+            peak = max(peak, held + weights + gradients[graph.position[layer.name]] + scratch)
             forward = max(forward, own + (0 if region.recompute else held))
         compiled = backward_memory(graph, layers, self.saved) if graph.is_compiled else None
         if compiled:

@@ -6,9 +6,11 @@ from time import perf_counter
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers as L
 from keras import ops
 from layer_cases import CASES, LINE, NOT_COVERED, PICTURE, ROW, spec_of
+from tensorflow.python.eager import context
 
 from keras_sn import op_costs
 from keras_sn.graph import TensorSpec
@@ -359,3 +361,33 @@ def test_the_built_in_rules_are_quick():
         traits_of(layer, [spec], [spec])
     assert perf_counter() - start < 2
     assert not op_costs._CACHE
+
+
+def test_scores_that_are_scaled_early_count_twice():
+    """The softmax, which products with the gradient and the values read, and itself times the scale."""
+    layer = L.MultiHeadAttention(2, 4)
+    layer.build(LINE, LINE)
+    batch, length, _ = LINE
+    scores = 4 * batch * 2 * length**2
+    rest = 4 * (4 * batch * 2 * length * 4)  # queries, keys, values, and what the output is projected from
+    traits = traits_of(layer, [X], [X], lambda tensors: layer(tensors[0], tensors[0]), "self")
+    assert traits.internal_bytes == 2 * scores + rest
+
+
+def test_the_graph_optimizer_scales_scores_early():
+    """Else the rule before this one is wrong."""
+    inputs = keras.Input((8, 4))
+    model = keras.Model(inputs, L.MultiHeadAttention(2, 4)(inputs, inputs))
+    model.compile("sgd", "mse", jit_compile=False)
+    step = tf.function(model.train_step, autograph=False)
+    context.context().enable_run_metadata()
+    try:
+        step((tf.ones((2, 8, 4)), tf.ones((2, 8, 4))))
+        metadata = context.context().export_run_metadata()
+    finally:
+        context.context().disable_run_metadata()
+    nodes = [node for one in metadata.function_graphs for graph in one.partition_graphs for node in graph.node]
+    softmax = next(node.name for node in nodes if "Softmax" in node.op and "Grad" not in node.op)
+    constants = {node.name for node in nodes if node.op == "Const"}
+    early = [node for node in nodes if node.op == "Mul" and softmax in node.input and constants.intersection(node.input)]
+    assert len(early) == 1
