@@ -19,7 +19,7 @@ from keras_sn.graph import LayerCall, LayerGraph, TensorSpec
 from keras_sn.layer_calls import CallArguments, ModelTrace, TracedCall
 from keras_sn.passes import assign_all
 from keras_sn.plan import DEVICE, HOST, Plan, Region, Saved
-from keras_sn.regions import RegionLibrary, autocast_dtype_of
+from keras_sn.region_library import RegionLibrary, autocast_dtype_of
 from keras_sn.runtime import PlanExecutor
 
 _NAME = "call"

@@ -12,7 +12,7 @@ from keras_sn.layer_calls import ModelTrace
 from keras_sn.model import SNModel
 from keras_sn.passes import assign_all
 from keras_sn.planning import InForce, Shapes, has_open_axes, input_shapes
-from keras_sn.regions import autocast_dtype_of
+from keras_sn.region_library import autocast_dtype_of
 from keras_sn.runtime import PlanExecutor
 from keras_sn.settings import Settings
 from keras_sn.trace import trace

@@ -19,7 +19,8 @@ from keras_sn.layer_calls import ModelTrace, variables_of
 from keras_sn.passes import Pass, PassResult, hand_on, is_float, masks_of, read_state, read_trainable
 from keras_sn.plan import Plan
 from keras_sn.recomputed import run_recomputed
-from keras_sn.regions import EAGER, FUNCTION, RegionFunction, RegionLibrary
+from keras_sn.region_library import RegionLibrary
+from keras_sn.regions import EAGER, FUNCTION, RegionFunction
 from keras_sn.steps import RECOMPUTE
 
 

@@ -31,7 +31,7 @@ from keras_sn.layer_calls import (
 from keras_sn.log import log
 from keras_sn.order import few_alive
 from keras_sn.readers import Readers
-from keras_sn.regions import autocast_dtype_of
+from keras_sn.region_library import autocast_dtype_of
 from keras_sn.sums import Sums
 from keras_sn.supported import check_supported
 

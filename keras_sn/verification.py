@@ -16,7 +16,7 @@ from keras_sn.errors import VerificationError
 from keras_sn.layer_calls import TracedCall
 from keras_sn.log import log
 from keras_sn.passes import assign_all
-from keras_sn.regions import autocast_dtype_of
+from keras_sn.region_library import autocast_dtype_of
 
 TOLERANCE = 2e-3
 """Of the largest value of an array. XLA, graph rewriting and TF32 round; half precision rounds more."""

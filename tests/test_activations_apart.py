@@ -12,7 +12,7 @@ from parity import MODES, assert_equal, rewriting_off, small_tensors_leave
 from trained import trained_state
 
 import keras_sn
-from keras_sn import regions
+from keras_sn import region_library, regions
 from keras_sn.activation_rules import ACTIVATIONS
 from keras_sn.activations_apart import _DIVIDED, apart
 from keras_sn.bodies import make_bodies
@@ -189,7 +189,7 @@ def test_equal_layers_share_functions():
     traced = trace(keras.Model(X, y), BATCH)
     functions = [[f"dense_{place}/gelu"] for place in range(4)]
     for cut in ([[f"dense_{place}", f"dense_{place}/gelu"] for place in range(4)], functions):
-        library = regions.RegionLibrary()
+        library = region_library.RegionLibrary()
         for body in make_bodies(traced, [Region(tuple(names)) for names in cut], None):
             library.function_for(body, regions.FUNCTION, jit=False, inline=False)
         assert len(library) == 1

@@ -11,7 +11,7 @@ from parity import MODES, assert_equal, rewriting_off, small_tensors_leave
 from trained import trained_state
 
 import keras_sn
-from keras_sn import regions
+from keras_sn import region_library, regions
 from keras_sn.bodies import make_bodies
 from keras_sn.composites import may_be_opened
 from keras_sn.plan import DEVICE, Region, Saved
@@ -252,7 +252,7 @@ def test_equal_blocks_share_functions():
     traced = trace(keras.Model(x, y), BATCH)
     blocks = [[c.name for c in traced.calls if c.name.startswith(f"attention_{place}/")] for place in range(4)]
     assert all(blocks)
-    library = regions.RegionLibrary()
+    library = region_library.RegionLibrary()
     for body in make_bodies(traced, [Region(tuple(names)) for names in blocks], None):
         library.function_for(body, regions.FUNCTION, jit=False, inline=False)
     assert len(library) == 1

@@ -14,7 +14,7 @@ from parity import MODES, assert_equal, rewriting_off
 from trained import trained_state
 
 import keras_sn
-from keras_sn import regions
+from keras_sn import region_library, regions
 from keras_sn.bodies import make_bodies
 from keras_sn.composites import may_be_opened, open_call
 from keras_sn.keras_internals import nodes_in_execution_order
@@ -204,7 +204,7 @@ def test_equal_blocks_share_functions_and_open_axes_are_open():
     assert all(None not in spec.shape for spec in traced.graph.tensors.values())
     blocks = [tuple(c.name for c in traced.calls if c.name.startswith(f"encoder/block_{place}/")) for place in range(4)]
     bodies = make_bodies(traced, [Region(names) for names in blocks], None)
-    library = regions.RegionLibrary()
+    library = region_library.RegionLibrary()
     for body in bodies:
         library.function_for(body, regions.FUNCTION, jit=False, inline=False)
     assert len(library) == 1

@@ -4,7 +4,8 @@ from keras import layers as L
 
 from keras_sn.bodies import make_bodies
 from keras_sn.planner import make_plan
-from keras_sn.regions import FUNCTION, RegionLibrary
+from keras_sn.region_library import RegionLibrary
+from keras_sn.regions import FUNCTION
 from keras_sn.trace import trace
 
 
