@@ -142,7 +142,10 @@ class Auto:
         for forced in cuts if runs else ():
             equal = Auto(SpanCosts(self.costs, forced), self.host_bytes)
             found += [one for one in equal._within(room_bytes) if one.fits(room_bytes, self.host_bytes)]
-        nearly = [one for one in found if one.seconds <= (1 + NEARLY) * min(one.seconds for one in found)]
+        named = [evaluate(self.costs, regions, room_bytes) for regions in self.named]
+        allowed = min((one.seconds for one in named if one.fits(room_bytes, self.host_bytes)), default=inf)
+        allowed = min(allowed, (1 + NEARLY) * min(one.seconds for one in found))
+        nearly = [one for one in found if one.seconds <= allowed]
         return min(nearly, key=lambda one: (compiled_calls(self.graph, one.regions, of_kind), one.seconds))
 
     @cached_property

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
-        ("quickstart", ["--samples", "32", "--budget", "300MiB"], "budget 300 MiB"),
+        ("quickstart", ["--samples", "32", "--budget", "300MiB"], "300 MiB, of which"),
         pytest.param(
             *("convert_existing", ["--image-size", "32", "--steps", "1"], "the existing model has the trained weights: True"),
             marks=pytest.mark.full,
