@@ -185,6 +185,12 @@ def memory_limit_bytes() -> int | None:
     return _nvidia_smi_bytes(gpus[0].name, "memory.free")
 
 
+def undivided_bytes() -> int | None:
+    """The GPU memory of which TensorFlow's own allocator gives each block out in one piece; `None` where none does."""
+    gpus = tf.config.get_visible_devices("GPU")
+    return memory_limit_bytes() if gpus and _in_force(gpus).allocator == "bfc" else None
+
+
 @cache
 def _allocator_limit_bytes() -> int | None:
     # A session lists the devices with the limits of their allocators, which the whole process shares; no other public

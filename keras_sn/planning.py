@@ -1,7 +1,9 @@
 """The plans that a model has made, by what they depend on, and the one in force."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,11 +13,12 @@ import tensorflow as tf
 
 from keras_sn import device, keras_internals
 from keras_sn.compiling import BackgroundCompiler
+from keras_sn.errors import BudgetError
 from keras_sn.graph import DTYPE_BYTES, LayerGraph
 from keras_sn.layer_calls import ModelTrace, variables_of
 from keras_sn.plan import Plan
 from keras_sn.planner import adopt_plan, make_plan
-from keras_sn.settings import MARGIN, Settings
+from keras_sn.settings import MARGIN, PIECES, Settings
 from keras_sn.updates import GroupedUpdate, is_shareable, needs_all_gradients
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -110,18 +113,28 @@ def _instructions(plan: Plan) -> tuple:
 
 def _plan(graph: LayerGraph, settings: Settings, reserved_bytes: int, compiled: bool, variables: int) -> Plan:
     batch_size = next((graph.tensors[name].shape[0] for name in graph.inputs if graph.tensors[name].shape), 1)
-    common = {"batch_size": batch_size, "reserved_bytes": reserved_bytes, "compiled": compiled, "variables": variables}
+    common: dict[str, Any] = {
+        "batch_size": batch_size,
+        "reserved_bytes": reserved_bytes,
+        "compiled": compiled,
+        "variables": variables,
+    }
     if settings.plan is not None:
         return adopt_plan(graph, settings.plan, budget_bytes=settings.budget_bytes(), cost_model=device.cost_model(), **common)
-    return make_plan(
-        graph,
-        settings.policy,
-        budget_bytes=settings.budget_bytes(),
-        margin=MARGIN,
-        host_budget_bytes=settings.host_budget_bytes(),
-        cost_model=device.cost_model(),
-        **common,
-    )
+    common |= {"budget_bytes": settings.budget_bytes(), "host_budget_bytes": settings.host_budget_bytes()}
+    make = partial(make_plan, graph, cost_model=device.cost_model(), **common)
+    margin = _margin_for_pieces(common["budget_bytes"])
+    needs_regions = margin > MARGIN and make("none").plain_peak_bytes > (1 - MARGIN) * common["budget_bytes"]
+    if settings.policy == "auto" and needs_regions:
+        with suppress(BudgetError):  # then it may still go well
+            return make("auto", margin=margin)
+    return make(settings.policy, margin=MARGIN)
+
+
+def _margin_for_pieces(budget_bytes: int | None) -> float:
+    """The share of a budget that plans with regions leave free, because the device's memory is given out in pieces."""
+    undivided_bytes = device.undivided_bytes()
+    return 0.0 if not budget_bytes or undivided_bytes is None else 1 - undivided_bytes / (PIECES * budget_bytes)
 
 
 def _may_update_early(model: Any) -> bool:

@@ -14,6 +14,10 @@ MARGIN = 0.04
 """Of the budget, left free by `policy="auto"`. On an H200 plain Keras took 1.5 % more than predicted, and an allocator that is
 full to the last byte cannot always place a tensor."""
 
+PIECES = 1.25
+"""Times its peak: what TensorFlow's allocator must have for a plan with regions, since it gives each block out in one piece.
+Enough for 11 of the 14 that were looked at on an H200 (docs/measurements.md); plain Keras needs 1.01."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

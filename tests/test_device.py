@@ -205,3 +205,14 @@ def test_without_a_gpu_nothing_is_offloaded_unless_asked_for():
     assert not device.has_gpu()
     assert Settings(memory_budget="1GiB").host_budget_bytes() == 0
     assert Settings(memory_budget="1GiB", host_budget="2GiB").host_budget_bytes() == 2 * GIB
+
+
+def test_memory_is_undivided_unless_cudas_allocator_joins_it(gpu):
+    device.configure_gpu(memory_limit="12GiB")
+    assert device.undivided_bytes() == 12 * GIB
+    device.configure_gpu(allocator="cuda_malloc_async")
+    assert device.undivided_bytes() is None
+
+
+def test_without_a_gpu_no_memory_is_undivided():
+    assert device.undivided_bytes() is None

@@ -1,6 +1,7 @@
 """`SNModel` as a `keras.Model`: training loops, files, refusals."""
 
 import logging
+import re
 from dataclasses import replace
 
 import keras
@@ -589,3 +590,38 @@ def test_out_of_memory_says_what_was_planned(train):
         getattr(model, train)(np.ones((2, 4), "float32"), np.ones((2, 1), "float32"))
     assert "keras_sn planned" in caught.value.__notes__[0]
     assert "cuda_malloc_async" in caught.value.__notes__[0]
+
+
+def _chain(memory_budget):
+    inputs = x = keras.Input((256,))
+    for i in range(12):
+        x = L.Dense(256, activation="tanh", name=f"wide_{i}")(x)
+    model = keras_sn.SNModel(inputs, L.Dense(2)(x), memory_budget=memory_budget)
+    model.compile("sgd", "mse", jit_compile=False)
+    return model.build_plan(4096)
+
+
+def test_a_whole_device_keeps_room_for_pieces(monkeypatch):
+    """TensorFlow's allocator gives each block out in one piece, and what is free lies in several."""
+    plain = _chain("10GiB").plain_peak_bytes
+    budget = int(0.9 * plain)
+    tight = _chain(budget)
+    monkeypatch.setattr(planning.device, "undivided_bytes", lambda: budget)
+    roomy = _chain(budget)
+    assert roomy.planned_peak_bytes <= budget / planning.PIECES < tight.planned_peak_bytes <= budget
+    monkeypatch.setattr(planning.device, "undivided_bytes", lambda: 2 * budget)
+    assert _chain(budget).planned_peak_bytes == tight.planned_peak_bytes
+
+
+def test_plain_keras_needs_no_room_for_pieces(monkeypatch):
+    plain = _chain("10GiB").plain_peak_bytes
+    monkeypatch.setattr(planning.device, "undivided_bytes", lambda: int(1.1 * plain))
+    assert _chain(int(1.1 * plain)).is_plain
+
+
+def test_what_fits_without_room_for_pieces_is_still_planned(monkeypatch):
+    with pytest.raises(BudgetError) as caught:
+        _chain("20MiB")
+    smallest = int(re.search(r"smallest found needs ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
+    monkeypatch.setattr(planning.device, "undivided_bytes", lambda: smallest)
+    assert _chain(smallest).planned_peak_bytes <= smallest
