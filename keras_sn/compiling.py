@@ -11,9 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_sn import op_graph
 from keras_sn.log import log
 
-LOOPS = ("While", "StatelessWhile")
+LOOPS = {"While", "StatelessWhile"}
 """Operations of loops, which might not end on the zeros that functions are compiled with."""
 
 Shape = Sequence[int] | None
@@ -116,4 +117,4 @@ def _may_run_on_zeros(concrete: Any, arguments: Sequence[Any], shapes: Sequence[
         return False
     if any(tf.is_symbolic_tensor(x) or x.dtype == tf.resource for x in concrete.captured_inputs):
         return False
-    return not any(operation.type in LOOPS for operation in concrete.graph.get_operations())
+    return LOOPS.isdisjoint(op_graph.kinds_of(concrete.graph.get_operations(), set()))
