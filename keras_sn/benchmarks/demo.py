@@ -94,7 +94,7 @@ def compare(console: Console, samples: int) -> None:
     table = Table(
         title=f"Digits at {IMAGE_SIZE} x {IMAGE_SIZE}, batch {BATCH_SIZE}, {EPOCHS} epochs",
         caption="validation: accuracy; planned, measured: memory of one training step's activations and gradients; without a GPU "
-        "what is measured also holds the scratch memory of single operations, which is not planned",
+        "what is measured also holds the scratch memory of single operations, of which only some is planned",
     )
     for column in ("", "loss", "accuracy", "validation", "planned", "measured"):
         table.add_column(column, justify="right" if column else "left")
