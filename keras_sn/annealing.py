@@ -4,7 +4,7 @@ What is best for one region depends on all others: bytes that are saved anywhere
 for each other. Changes one at a time, each for the better, end early. In: a candidate. Out: one at least as fast that fits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import exp
 from random import Random
@@ -12,6 +12,7 @@ from random import Random
 from keras_sn.candidates import Candidate
 from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft, joined, may_leave, with_cut, with_place
+from keras_sn.forgetting import Fits, TryOut
 
 LOOKED_AT = 120_000
 """Layer calls that all trials of one search together look at: a few seconds."""
@@ -25,8 +26,6 @@ MOST_CHANGES = 3
 SMALL = 1e-3
 """Of the room; where smaller tensors wait does not matter."""
 
-TryOut = Callable[[Draft], Candidate]
-
 
 def anneal(
     costs: StepCosts,
@@ -34,7 +33,7 @@ def anneal(
     room_bytes: float,
     places: Sequence[str],
     try_out: TryOut,
-    fits: Callable[[Candidate], bool],
+    fits: Fits,
 ) -> Candidate:
     """Looks for a faster plan than one that fits, at plans like it.
 

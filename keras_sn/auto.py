@@ -10,7 +10,7 @@ from keras_sn.candidates import Candidate, evaluate, from_draft
 from keras_sn.cost import StepCosts
 from keras_sn.cuts import held_bytes
 from keras_sn.drafts import Draft, draft_of
-from keras_sn.forgetting import descend, until_it_fits
+from keras_sn.forgetting import Fits, TryOut, descend, until_it_fits
 from keras_sn.graph import LayerGraph
 from keras_sn.improve import improve, simple_drafts
 from keras_sn.plan import DEVICE, PLACES, Region
@@ -70,6 +70,8 @@ class Auto:
     named: Sequence[Sequence[Region]] = ()
     _tried: dict[tuple[Draft, float], Candidate] = field(default_factory=dict, init=False)
     """The same drafts come up again and again, from searches of close rooms and as neighbours of neighbours."""
+    _named: dict[int, list[Candidate]] = field(default_factory=dict, init=False)
+    """By room."""
 
     @property
     def costs(self) -> StepCosts:
@@ -112,7 +114,7 @@ class Auto:
         if self.is_tiny:
             tried += self._made_to_fit((one.draft for one in tried), room_bytes)
         found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
-        found += [evaluate(self.costs, regions, room_bytes) for regions in self.named]
+        found += self._named_within(room_bytes)
         alone = self.on_device._fastest(room_bytes) if self.host_bytes != 0 else None
         found += [alone] if alone else []
         if alone is None:
@@ -123,14 +125,24 @@ class Auto:
             fitting += self._of_smallest(room_bytes)
         return min(fitting, key=lambda one: one.seconds, default=None)
 
+    def _named_within(self, room_bytes: int) -> list[Candidate]:
+        """The plans of other policies, each predicted once for a room."""
+        if room_bytes not in self._named:
+            self._named[room_bytes] = [evaluate(self.costs, regions, room_bytes) for regions in self.named]
+        return self._named[room_bytes]
+
     def _annealed(self, best: Candidate, room_bytes: int) -> Candidate:
         """The plan, or a faster one like it, where that is worth the time."""
         worth = NOT_SO_SLOW if len(self.graph.layers) <= RELAXED_GRAPH else SLOW
         if best.draft is None or best.seconds < worth * self.costs.plain_seconds:
             return best
         places = PLACES if self.host_bytes != 0 else (DEVICE, RECOMPUTE)
-        fits = partial(Candidate.fits, room_bytes=room_bytes, host_bytes=self.host_bytes)
-        return anneal(self.costs, best, room_bytes, places, partial(self._try_out, room_bytes=room_bytes), fits)
+        return anneal(self.costs, best, room_bytes, places, *self._ways(room_bytes))
+
+    def _ways(self, room_bytes: float) -> tuple[TryOut, Fits]:
+        """How searches from draft to draft predict one, and whether what comes of it may be the result."""
+        try_out = partial(self._try_out, room_bytes=room_bytes)
+        return try_out, partial(Candidate.fits, room_bytes=room_bytes, host_bytes=self.host_bytes)
 
     def _of_equal_regions(self, best: Candidate, room_bytes: int) -> Candidate:
         """A plan of fewer different regions, which compile sooner, if there is one that is nearly as fast."""
@@ -142,9 +154,8 @@ class Auto:
         for forced in cuts if runs else ():
             equal = Auto(SpanCosts(self.costs, forced), self.host_bytes)
             found += [one for one in equal._within(room_bytes) if one.fits(room_bytes, self.host_bytes)]
-        named = [evaluate(self.costs, regions, room_bytes) for regions in self.named]
-        allowed = min((one.seconds for one in named if one.fits(room_bytes, self.host_bytes)), default=inf)
-        allowed = min(allowed, (1 + NEARLY) * min(one.seconds for one in found))
+        named = (one.seconds for one in self._named_within(room_bytes) if one.fits(room_bytes, self.host_bytes))
+        allowed = min([(1 + NEARLY) * min(one.seconds for one in found), *named])
         nearly = [one for one in found if one.seconds <= allowed]
         return min(nearly, key=lambda one: (compiled_calls(self.graph, one.regions, of_kind), one.seconds))
 
@@ -168,7 +179,7 @@ class Auto:
     @cached_property
     def _smallest(self) -> list[Candidate]:
         found = self._improved(list(self._ever_smaller()), inf, lambda one: (one.peak_bytes, one.seconds))
-        found += [evaluate(self.costs, regions, 0) for regions in self.named]
+        found += self._named_within(0)
         found += [] if self.host_bytes == 0 else self.on_device._smallest
         return [one for one in found if one.fits(inf, self.host_bytes)]
 
@@ -202,16 +213,14 @@ class Auto:
 
     def _made_to_fit(self, drafts: Iterable[Draft | None], room_bytes: float) -> list[Candidate]:
         """What comes of drafts, each once, that are changed until they fit."""
-        try_out, may_offload = partial(self._try_out, room_bytes=room_bytes), self.host_bytes != 0
+        (try_out, fits), may_offload = self._ways(room_bytes), self.host_bytes != 0
         different = dict.fromkeys(draft for draft in drafts if draft)
         found = (until_it_fits(self.costs, draft, room_bytes, may_offload, try_out) for draft in different)
-        return [one for one in found if one and one.fits(room_bytes, self.host_bytes)]
+        return [one for one in found if one and fits(one)]
 
     def _descended(self, starts: Sequence[Candidate], room_bytes: float) -> Candidate:
         """What comes of the fastest of some candidates that fit by changes that make it faster."""
-        fits = partial(Candidate.fits, room_bytes=room_bytes, host_bytes=self.host_bytes)
-        best = min(starts, key=lambda one: one.seconds)
-        return descend(self.costs, best, partial(self._try_out, room_bytes=room_bytes), fits)
+        return descend(self.costs, min(starts, key=lambda one: one.seconds), *self._ways(room_bytes))
 
     def _is_slow(self, found: Sequence[Candidate], room_bytes: int) -> bool:
         seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)

@@ -14,9 +14,6 @@ import tensorflow as tf
 from keras_sn import op_graph
 from keras_sn.log import log
 
-LOOPS = {"While", "StatelessWhile"}
-"""Operations of loops, which might not end on the zeros that functions are compiled with."""
-
 Shape = Sequence[int] | None
 
 
@@ -78,9 +75,11 @@ class CompiledFunction:
         concrete, flat = self.traced.get_concrete_function(*arguments), tf.nest.flatten(arguments)
         shapes = [_known_shape(x, shape) for x, shape in zip(flat, self._shapes_of(*arguments), strict=True)]
         key = f"{concrete.name} {shapes}"
-        if key in self._known or not _may_run_on_zeros(concrete, flat, shapes):
+        if key in self._known:
             return
         self._known.add(key)
+        if not _may_run_on_zeros(concrete, flat, shapes):
+            return
         device = tf.no_op().device or None
         specs = [tf.TensorSpec(shape, x.dtype) for x, shape in zip(flat, shapes, strict=True) if tf.is_tensor(x)]
 
@@ -117,4 +116,5 @@ def _may_run_on_zeros(concrete: Any, arguments: Sequence[Any], shapes: Sequence[
         return False
     if any(tf.is_symbolic_tensor(x) or x.dtype == tf.resource for x in concrete.captured_inputs):
         return False
-    return LOOPS.isdisjoint(op_graph.kinds_of(concrete.graph.get_operations(), set()))
+    # A loop need not end on zeros.
+    return op_graph.LOOPS.isdisjoint(op_graph.kinds_of(concrete.graph.get_operations(), set()))

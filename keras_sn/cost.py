@@ -27,7 +27,6 @@ COSTLY_KERNELS, NORMALIZATION_KERNELS, FUSED_KERNELS = (2, 5), (3, 4), (1, 1)
 over the batch), of any other. In traces on an H200, less one for the update of each weight, that is 5 % too few for ResNet-50,
 3 % too many for DenseNet-121, 14 % too few for U-Net, and 29 % too few for ViT, whose attention takes more."""
 
-
 SUMS = (2, 1)
 """How often a normalization's forward and backward step read its input once more, for sums over the batch (the same traces)."""
 
@@ -129,7 +128,7 @@ ON_GPU = CostModel(
     host_seconds_per_variable=1e-5,
     host_seconds_per_kernel=8.5e-6,
 )
-"""A data-centre GPU of 2022 with TF32 (as measured on an H200), where nothing was measured."""
+"""A data-centre GPU of 2022 with TF32 (about as measured on an H200), where nothing was measured."""
 ON_CPU = CostModel(1.0e11, 2.0e10, 1.0e10, 2e-5, copies_overlap=False)
 """A few cores of a CPU, where nothing was measured."""
 

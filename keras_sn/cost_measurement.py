@@ -52,7 +52,7 @@ class Sizes:
     """Like the 3 x 3 convolutions of a ResNet, by length. Memory bounds its 1 x 1 ones (15e12 flop/s on an H200)."""
     block_bytes: int = 256 * 2**20
     """Of the block that is read and written; beyond the caches of a GPU, and for longer than the call takes the host."""
-    copied_blocks: int = 6
+    copied_blocks: int = 3
     """To the host, of a quarter of that each; one is copied too, for what a copy costs however short it is."""
     chain_length: int = 128
     calls: int = 20
@@ -66,8 +66,8 @@ _known: dict[str, CostModel] = {}
 def measure_cost_model(*, refresh: bool = False) -> CostModel:
     """What the first visible GPU does in a second: measured once and kept for later processes.
 
-    Measuring opens the GPU and takes about half a minute (26 s on an H200, most of it compiling) and up to about 600 MiB of its
-    memory.
+    Measuring opens the GPU and takes about half a minute (an earlier version 26 s on an H200, most of it compiling) and up to
+    about 600 MiB of its memory.
 
     Args:
         refresh: Measure again, whatever is known.

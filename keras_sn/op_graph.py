@@ -17,7 +17,7 @@ _CUDNN = {"CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"}
 MATRIX_OPERATIONS = CONVOLUTIONS | _MATMULS | {"Einsum"} | _CUDNN
 """What a layer is costly for."""
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-_LOOPS = {"While", "StatelessWhile"}
+LOOPS = {"While", "StatelessWhile"}
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
 
 _VIEWS = {"Reshape", "Squeeze", "ExpandDims", "Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape"}
@@ -116,7 +116,7 @@ def tensors_read(backward: Sequence[Any], gradients: Sequence[Any]) -> list[Any]
 
 def _is_value_read(operation: Any, index: int) -> bool:
     """Whether an operation reads more of an input than its shape; functions may not use all their arguments."""
-    name = "f" if operation.type in _CALLS else "body" if operation.type in _LOOPS else None
+    name = "f" if operation.type in _CALLS else "body" if operation.type in LOOPS else None
     body = graph_of_function(operation, name) if name else None
     if body is None:
         return True
@@ -159,7 +159,7 @@ def held_bytes(tensor: Any) -> int:
 
 def _collected_bytes(tensor: Any) -> int:
     loop = tensor.op
-    body = graph_of_function(loop, "body") if loop.type in _LOOPS else None
+    body = graph_of_function(loop, "body") if loop.type in LOOPS else None
     if body is None:
         return 0
     push = body.outputs[tensor.value_index].op
@@ -181,7 +181,7 @@ def _bodies(operation: Any) -> Iterator[tuple[Any, int]]:
     """The graphs that an operation runs, and how often."""
     if operation.type in _CALLS:
         yield graph_of_function(operation, "f"), 1
-    elif operation.type in _LOOPS:
+    elif operation.type in LOOPS:
         yield graph_of_function(operation, "body"), _trip_count(operation)
     elif operation.type in ("If", "StatelessIf"):
         yield from ((graph_of_function(operation, branch), 1) for branch in ("then_branch", "else_branch"))
@@ -202,7 +202,7 @@ def flops(operations: Sequence[Any], constants: set[int]) -> int:
     """Floating-point operations: those of matrix products and convolutions, and one per output element of all others."""
     total = 0
     for one in operations:
-        if one.type in _CALLS | _LOOPS | _BRANCHES:
+        if one.type in _CALLS | LOOPS | _BRANCHES:
             total += sum(times * flops(body.get_operations(), set()) for body, times in _bodies(one) if body is not None)
         elif one.type not in _FREE and not all(id(y) in constants for y in one.outputs):
             total += _operation_flops(one)

@@ -123,9 +123,8 @@ def _plan(graph: LayerGraph, settings: Settings, reserved_bytes: int, compiled: 
         return adopt_plan(graph, settings.plan, budget_bytes=settings.budget_bytes(), cost_model=device.cost_model(), **common)
     common |= {"budget_bytes": settings.budget_bytes(), "host_budget_bytes": settings.host_budget_bytes()}
     make = partial(make_plan, graph, cost_model=device.cost_model(), **common)
-    margin = _margin_for_pieces(common["budget_bytes"])
-    needs_regions = margin > MARGIN and make("none").plain_peak_bytes > (1 - MARGIN) * common["budget_bytes"]
-    if settings.policy == "auto" and needs_regions:
+    margin = _margin_for_pieces(common["budget_bytes"]) if settings.policy == "auto" else MARGIN
+    if margin > MARGIN and make("none").plain_peak_bytes > (1 - MARGIN) * common["budget_bytes"]:
         with suppress(BudgetError):  # then it may still go well
             return make("auto", margin=margin)
     return make(settings.policy, margin=MARGIN)

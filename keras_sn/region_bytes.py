@@ -50,7 +50,7 @@ def region_bytes(graph: LayerGraph, region: Region) -> RegionBytes:
     key = key_of(region)
     known = _KNOWN.setdefault(graph, {})
     if key not in known:
-        known[key] = _Counting(graph, region, frozenset(one.tensor for one in region.saved)).counted()
+        known[key] = _Counting(graph, region, key[2]).counted()
     return known[key]
 
 
