@@ -103,6 +103,7 @@ class RegionBody:
         saved: list,
         trainable: list,
         state: list,
+        statistics: list,
         output_gradients: list,
         loss_gradients: list,
         wanted: list[bool],
@@ -114,7 +115,7 @@ class RegionBody:
         return [
             *self._shapes(self.inputs) * 2,
             *self._shapes(self.saved_inside),
-            *[None] * len([*trainable, *state]),
+            *[None] * len([*trainable, *state, *statistics]),
             *self._shapes(differentiable),
             *[None] * len([*loss_gradients, *wanted]),
             *self._shapes(seeded),

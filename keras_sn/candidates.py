@@ -7,7 +7,7 @@ from keras_sn.cost import StepCosts
 from keras_sn.drafts import Draft, regions_of
 from keras_sn.plan import Plan, Region
 from keras_sn.predict import Prediction, Timeline
-from keras_sn.timing import Timing, copied_back, schedule_prefetches, time_regions
+from keras_sn.timing import Durations, Timing, copied_back, schedule_prefetches, time_regions
 
 COPY_WINDOWS = (8, 4, Plan.copy_window)
 """Regions that the forward pass may run ahead of its copies: the more, the less it waits, and the more is on the device."""
@@ -48,17 +48,18 @@ def evaluate(costs: StepCosts, regions: Sequence[Region], room_bytes: float) -> 
         room_bytes: What activations and their gradients may take on the device.
     """
     timeline = Timeline(costs.graph, regions)
+    durations = Durations(costs, regions, timeline.replays.sources)
     if not any(one.is_away for region in regions for one in region.saved):
-        return _timed(costs, timeline, regions, Plan.copy_window)
+        return _timed(costs, timeline, durations, regions, Plan.copy_window)
     if not costs.model.copies_overlap:  # nothing is won by copying early
-        return _timed(costs, timeline, when_read(regions), Plan.copy_window)
-    timed = schedule_prefetches(costs, regions)
+        return _timed(costs, timeline, durations, when_read(regions), Plan.copy_window)
+    timed = schedule_prefetches(costs, regions, durations)
     least = timeline.prediction(timed, 1).peak_bytes
     if least > room_bytes:
         later = in_time(timeline, timed, room_bytes), when_read(regions)
         least, timed = min(((timeline.prediction(one, 1).peak_bytes, one) for one in later), key=lambda pair: pair[0])
     windows = (window for window in COPY_WINDOWS if timeline.prediction(timed, window).peak_bytes <= room_bytes)
-    return _timed(costs, timeline, timed, next(windows, 1) if least <= room_bytes else 1)
+    return _timed(costs, timeline, durations, timed, next(windows, 1) if least <= room_bytes else 1)
 
 
 def from_draft(costs: StepCosts, draft: Draft, room_bytes: float) -> Candidate:
@@ -101,9 +102,10 @@ def when_read(regions: Sequence[Region]) -> list[Region]:
 
 def as_given(costs: StepCosts, regions: Sequence[Region], copy_window: int) -> Candidate:
     """Predicts a plan as it is, its copies at the times that it says."""
-    return _timed(costs, Timeline(costs.graph, regions), regions, copy_window)
+    timeline = Timeline(costs.graph, regions)
+    return _timed(costs, timeline, Durations(costs, regions, timeline.replays.sources), regions, copy_window)
 
 
-def _timed(costs: StepCosts, timeline: Timeline, regions: Sequence[Region], copy_window: int) -> Candidate:
+def _timed(costs: StepCosts, timeline: Timeline, durations: Durations, regions: Sequence[Region], copy_window: int) -> Candidate:
     prediction = timeline.prediction(regions, copy_window)
-    return Candidate(tuple(regions), copy_window, prediction, time_regions(costs, regions, copy_window))
+    return Candidate(tuple(regions), copy_window, prediction, time_regions(costs, regions, copy_window, durations))

@@ -154,10 +154,27 @@ class StepCosts:
         return tuple(_kernels(layer) if self.graph.is_compiled else (1, 1) for layer in self.graph.layers)
 
     @cached_property
+    def kernel_count(self) -> int:
+        """All kernels of one step that runs nothing again."""
+        return sum(map(sum, self.kernels))
+
+    @cached_property
     def forward(self) -> tuple[float, ...]:
-        """By position, seconds of the forward step or of a recompute step."""
+        """By position, seconds of the forward step."""
         pairs = zip(self.graph.layers, self.kernels, strict=True)
         return tuple(self._seconds(layer, kernels, 1, self.model.forward_seconds) for layer, (kernels, _) in pairs)
+
+    @cached_property
+    def kernels_again(self) -> tuple[int, ...]:
+        """By position, how many kernels a recompute step is."""
+        pairs = zip(self.graph.layers, self.kernels, strict=True)
+        return tuple(min(kernels, FUSED_KERNELS[0]) if layer.statistics_bytes else kernels for layer, (kernels, _) in pairs)
+
+    @cached_property
+    def again(self) -> tuple[float, ...]:
+        """By position, seconds of a recompute step."""
+        steps = zip(self.graph.layers, self.kernels_again, self.forward, strict=True)
+        return tuple(self._without_sums(layer, kernels, forward) for layer, kernels, forward in steps)
 
     @cached_property
     def backward(self) -> tuple[float, ...]:
@@ -188,6 +205,11 @@ class StepCosts:
             sums = SUMS[passes - 1] * self.graph.nbytes(*layer.inputs) if layer.weight_bytes else 0
             return kernels * launch + (passes * self._fused_bytes(layer) + sums) / self.model.bytes_per_second
         return alone(layer, self.graph) + (kernels - 1) * launch  # which has one launch in it
+
+    def _without_sums(self, layer: LayerCall, kernels: int, forward: float) -> float:
+        if not (self.graph.is_compiled and layer.is_fusible and layer.statistics_bytes):
+            return forward
+        return kernels * self.model.launch_seconds + self._fused_bytes(layer) / self.model.bytes_per_second
 
     def _fused_bytes(self, layer: LayerCall) -> int:
         return self.graph.nbytes(*(t for t in (*layer.inputs, *layer.outputs) if t in self._materialized))

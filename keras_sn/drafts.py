@@ -1,7 +1,9 @@
 """A plan in the making: where regions end, and what waits where. From it the plan's regions are made."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from weakref import WeakKeyDictionary
 
 from keras_sn.cuts import runs
 from keras_sn.graph import LayerCall, LayerGraph, virtual_inside
@@ -49,26 +51,22 @@ def with_place(draft: Draft, tensor: str, place: str) -> Draft:
 
 def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:
     """The regions of a draft; together they hold every layer call once, in order."""
-    cut = runs(draft.ends)
-    staying = _read_by_kept(graph, draft)
-    inside = [dict(_wanted_inside(graph, run, draft)) for run in cut]
+    cut = [_stretch(graph, run) for run in runs(draft.ends)]
+    staying = _read_by_kept(cut, draft)
     away = {tensor for tensor in draft.away - staying if may_leave(graph, tensor)}
-    forgotten = _forgotten(graph, draft, staying)
-    inputs = [_read_again(graph.layers[run.start : run.stop], forgotten) for run in cut]
-    waiting = {t for run, own in zip(cut, inputs, strict=True) if run[-1] not in draft.kept for t in own}
+    forgotten = _forgotten(graph, cut, draft, staying)
+    inputs = [one.read_again(forgotten) for one in cut]
+    waiting = {t for one, own in zip(cut, inputs, strict=True) if one.end not in draft.kept for t in own}
+    # What waits on the device for a later region costs nothing here, and need not be made again.
+    there = (waiting | staying | set(graph.outputs)) - away - forgotten
     regions = []
-    for run, own, wanted in zip(cut, inputs, inside, strict=True):
-        layers = graph.layers[run.start : run.stop]
-        names = tuple(layer.name for layer in layers)
-        if run[-1] in draft.kept:
-            regions.append(Region(names, recompute=False))
+    for one, own in zip(cut, inputs, strict=True):
+        if one.end in draft.kept:
+            regions.append(Region(one.names, recompute=False))
             continue
-        # What waits on the device for a later region costs nothing here, and need not be made again.
-        there = (waiting | staying | set(graph.outputs)) - away - forgotten
-        kept = [tensor for tensor, is_own in wanted.items() if is_own or tensor in there]
+        kept = [tensor for tensor, is_own in one.wanted_inside(draft) if is_own or tensor in there]
         places = {t: RECOMPUTE if t in forgotten else HOST if t in away else DEVICE for t in (*own, *kept)}
-        saved = tuple(Saved(t, place, nbytes=graph.nbytes(t)) for t, place in places.items())
-        regions.append(Region(names, saved))
+        regions.append(Region(one.names, tuple(Saved(t, place, nbytes=graph.nbytes(t)) for t, place in places.items())))
     return regions
 
 
@@ -98,46 +96,92 @@ def unread_inputs(layers: Sequence[LayerCall]) -> set[str]:
     return set(inputs_of(layers)).difference(tensor for layer in of_values for tensor in layer.inputs)
 
 
-def _read_again(layers: Sequence[LayerCall], forgotten: set[str]) -> list[str]:
-    """The inputs that a region saves: all that its backward function reads, or its forward function if it runs again."""
-    runs_again = any(tensor in forgotten for layer in layers for tensor in layer.outputs)
-    unread = set() if runs_again else unread_inputs(layers)
-    return [tensor for tensor in inputs_of(layers) if tensor not in unread]
-
-
 def may_leave(graph: LayerGraph, tensor: str) -> bool:
     """Whether sending a tensor to the host is of any use."""
     return tensor in graph.producer and graph.nbytes(tensor) >= MIN_OFFLOAD_BYTES
 
 
-def _forgotten(graph: LayerGraph, draft: Draft, staying: set[str]) -> set[str]:
+def _forgotten(graph: LayerGraph, cut: Sequence["_Stretch"], draft: Draft, staying: set[str]) -> set[str]:
     """What a region can make again: not what the region saves itself, nor what a kept region makes or reads."""
-    kept = {position for run in runs(draft.ends) if run[-1] in draft.kept for position in run}
+    kept = {position for one in cut if one.end in draft.kept for position in one.run}
     return {t for t in draft.forgotten - draft.saved - staying if t in graph.producer and graph.producer[t] not in kept}
 
 
-def _read_by_kept(graph: LayerGraph, draft: Draft) -> set[str]:
+def _read_by_kept(cut: Sequence["_Stretch"], draft: Draft) -> set[str]:
     """What the backward passes of kept regions read: TensorFlow holds it on the device."""
-    kept = (run for run in runs(draft.ends) if run[-1] in draft.kept)
-    return {tensor for run in kept for position in run for tensor in graph.layers[position].saved_for_backward}
+    return {tensor for one in cut if one.end in draft.kept for tensor in one.read}
 
 
-def _wanted_inside(graph: LayerGraph, run: range, draft: Draft) -> Iterator[tuple[str, bool]]:
-    """Outputs that the region's backward pass would make again and the draft saves; False: a later region may have it."""
-    if run[-1] in draft.kept:
-        return
-    needed = {tensor for position in run for tensor in graph.layers[position].saved_for_backward}
-    virtual = graph.virtual
-    remade = virtual_inside(graph.layers[run.start : run.stop]) if run[-1] in draft.remade else frozenset()
-    for position in reversed(run):
-        layer = graph.layers[position]
-        again = layer.internal_bytes > 0
-        for tensor in layer.outputs:
-            if tensor in needed:
-                is_crossing = graph.last_use.get(tensor, -1) > run[-1] and tensor not in remade
-                is_own = tensor in draft.saved and (is_crossing or tensor not in virtual)
-                again = again or not (is_crossing or is_own)
-                if is_crossing or is_own:
-                    yield tensor, is_own
-        if again:
-            needed.update(layer.inputs)
+@dataclass(frozen=True, eq=False)
+class _Stretch:
+    """Consecutive layer calls, whatever they save; drafts that are like each other share most of them."""
+
+    run: range
+    layers: Sequence[LayerCall]
+    last_use: Mapping[str, int]
+    virtual: frozenset[str]
+    _wanted: dict[tuple, list[tuple[str, bool]]] = field(default_factory=dict, init=False)
+
+    @property
+    def end(self) -> int:
+        return self.run[-1]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
+    @cached_property
+    def outputs(self) -> frozenset[str]:
+        return frozenset(tensor for layer in self.layers for tensor in layer.outputs)
+
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """What the backward steps of its layer calls read."""
+        return frozenset(tensor for layer in self.layers for tensor in layer.saved_for_backward)
+
+    @cached_property
+    def inputs(self) -> list[str]:
+        return inputs_of(self.layers)
+
+    @cached_property
+    def read_inputs(self) -> list[str]:
+        """Those inputs whose values its backward function needs."""
+        unread = unread_inputs(self.layers)
+        return [tensor for tensor in self.inputs if tensor not in unread]
+
+    def read_again(self, forgotten: set[str]) -> list[str]:
+        """The inputs that a region saves: all that its backward function reads, or its forward function if it runs again."""
+        return self.read_inputs if self.outputs.isdisjoint(forgotten) else self.inputs
+
+    def wanted_inside(self, draft: Draft) -> list[tuple[str, bool]]:
+        """Outputs that its backward pass would make again and the draft saves; False: a later region may have it."""
+        key = self.outputs & draft.saved, self.end in draft.remade
+        if key not in self._wanted:
+            self._wanted[key] = list(self._find_wanted(*key))
+        return self._wanted[key]
+
+    def _find_wanted(self, saved: frozenset[str], is_remade: bool) -> Iterator[tuple[str, bool]]:
+        needed = set(self.read)
+        remade = virtual_inside(self.layers) if is_remade else frozenset()
+        for layer in reversed(self.layers):
+            again = layer.internal_bytes > 0
+            for tensor in layer.outputs:
+                if tensor in needed:
+                    is_crossing = self.last_use.get(tensor, -1) > self.end and tensor not in remade
+                    is_own = tensor in saved and (is_crossing or tensor not in self.virtual)
+                    again = again or not (is_crossing or is_own)
+                    if is_crossing or is_own:
+                        yield tensor, is_own
+            if again:
+                needed.update(layer.inputs)
+
+
+_KNOWN: "WeakKeyDictionary[LayerGraph, dict[range, _Stretch]]" = WeakKeyDictionary()
+
+
+def _stretch(graph: LayerGraph, run: range) -> _Stretch:
+    known = _KNOWN.setdefault(graph, {})
+    if run not in known:
+        layers = graph.layers[run.start : run.stop]
+        known[run] = _Stretch(run, layers, graph.last_use, graph.virtual)  # not the graph, which it would keep alive
+    return known[run]

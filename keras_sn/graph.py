@@ -62,6 +62,8 @@ class LayerCall:
     """Of `internal_bytes`, what it holds under XLA: what its convolutions and matrix products make or read."""
     draws: bool = False
     """What it holds is drawn at random (dropout)."""
+    statistics_bytes: int = 0
+    """Sums over the batch that wait for its recomputation, which need not compute them again."""
     is_convolution: bool = False
     """Its arithmetic runs at the device's rate for convolutions."""
     reads_only_shapes: bool = False

@@ -211,6 +211,7 @@ def layer_call_of(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]
         internal_bytes=traits.internal_bytes,
         fused_internal_bytes=traits.fused_internal_bytes,
         draws=traits.draws,
+        statistics_bytes=traits.statistics_bytes,
         gradient_in_place=traits.gradient_in_place,
         reads_only_shapes=reads_only_shapes(call.operation),
         weight_bytes=sum(prod(w.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(w.dtype)] for w in weights),

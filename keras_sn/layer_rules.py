@@ -121,7 +121,8 @@ def _batch_normalization(layer, inputs, outputs):
     vectors = inputs[0].shape[layer.axis] * _FLOAT_BYTES
     if not layer.trainable:  # Keras then uses the moving statistics
         return LayerTraits(False, False, 2 * elements(outputs), vectors, is_fusible=True)
-    return LayerTraits(True, False, 4 * elements(outputs), 5 * vectors, is_fusible=True)
+    kept = 0 if layer.synchronized else 2 * vectors
+    return LayerTraits(True, False, 4 * elements(outputs), 5 * vectors, is_fusible=True, statistics_bytes=kept)
 
 
 @_rule(L.GroupNormalization)

@@ -127,6 +127,8 @@ class Rerun:
     masks: list[Any]
     trainable: list[Any]
     state: list[Any]
+    statistics: list[Any]
+    """Of the batch normalizations inside, for its backward function."""
 
     def fetch_for_backward(self, gate: Any) -> tuple[list[Any], list[Any]]:
         """The region's inputs, and what it has saved inside, once the tensor `gate` exists."""

@@ -58,18 +58,17 @@ class Timeline:
 
     def __init__(self, graph: LayerGraph, regions: Sequence[Region]):
         self.graph, self.regions, self.count = graph, regions, len(regions)
-        self.layers = [graph.layers_named(region.layers) for region in regions]
-        self.made_in = {t: index for index, layers in enumerate(self.layers) for layer in layers for t in layer.outputs}
-        self.last_reader: dict[str, int] = {}
+        self.region_of = [index for index, region in enumerate(regions) for _ in region.layers]
+        """By position of the layer call."""
+        self.made_in = {tensor: self.region_of[position] for tensor, position in graph.producer.items()}
+        after_last = [*self.region_of, self.count - 1]
+        self.last_reader = {tensor: after_last[position] for tensor, position in graph.last_use.items()}
         self.keepers: dict[str, int] = {}
         """Tensor -> the first of the kept regions whose backward pass reads it."""
         self.savers: dict[str, list[tuple[int, Saved]]] = {}
-        for index, (region, layers) in enumerate(zip(regions, self.layers, strict=True)):
-            for layer in layers:
-                self.last_reader.update(dict.fromkeys(layer.inputs, index))
+        for index, region in enumerate(regions):
             for one in region.saved:
                 self.savers.setdefault(one.tensor, []).append((index, one))
-        self.last_reader.update(dict.fromkeys(graph.outputs, self.count - 1))
         self.parts = [region_bytes(graph, region) for region in regions]
         for index in (index for index, region in enumerate(regions) if not region.recompute):
             for tensor in self.parts[index].read:
@@ -122,8 +121,10 @@ class Timeline:
     def add_tensors(self) -> None:
         """Everything that lives longer than one region: saved tensors, and tensors between regions."""
         for tensor, made in self.made_in.items():
-            nbytes = self.graph.nbytes(tensor)
             last_reader, savers = self.last_reader.get(tensor, made), self.savers.get(tensor, [])
+            if last_reader == made and not savers and tensor not in self.keepers:
+                continue
+            nbytes = self.graph.nbytes(tensor)
             tier = savers[0][1].tier if savers else None
             holders = [self.keepers[tensor]] if tensor in self.keepers else []
             if tier == DEVICE:
@@ -148,6 +149,7 @@ class Timeline:
         self.add(part.forward, index, index)
         self.add(max(backward, replaying), own, own)
         self.add(part.of_weights, own + 1, min(own + 1, 2 * self.count - 1))  # the update runs beside the next backward pass
+        self.add(part.statistics, index, own)
         if not self.regions[index].recompute:
             self.add(part.held, index + 1, own - 1)
 
@@ -156,7 +158,9 @@ class Timeline:
         """By region: gradients that are there in its backward pass, and are none that its function is given or returns."""
         waiting = [0] * self.count
         if not self.graph.updates_in_backward:
-            of_weights = [sum(layer.weight_bytes for layer in layers) for layers in self.layers]
+            of_weights = [0] * self.count
+            for index, layer in zip(self.region_of, self.graph.layers, strict=True):
+                of_weights[index] += layer.weight_bytes
             waiting = [total - own for total, own in zip(list(accumulate(of_weights[::-1]))[::-1], of_weights, strict=True)]
         return [one + more for one, more in zip(self.passing_gradients, waiting, strict=True)]
 
@@ -164,14 +168,13 @@ class Timeline:
     def passing_gradients(self) -> list[int]:
         """By region: gradients of tensors that earlier regions make and later ones read, and it does not."""
         change = [0] * (self.count + 1)
-        read = [{t for layer in layers for t in layer.inputs} for layers in self.layers]
         for tensor, made in self.made_in.items():
             last = self.last_reader.get(tensor, made)
             if last > made + 1 and self.graph.tensors[tensor].is_differentiable:
                 nbytes = self.graph.nbytes(tensor)
                 change[made + 1] += nbytes
                 change[last] -= nbytes
-                for index in (index for index in range(made + 1, last) if tensor in read[index]):
+                for index in {self.region_of[position] for position in self.graph.readers[tensor]} - {made, last}:
                     change[index] -= nbytes
                     change[index + 1] += nbytes
         return list(accumulate(change[:-1]))

@@ -97,7 +97,8 @@ class _Forward:
     def save(self, result: RegionResult) -> Rerun:
         """Saves what the plan says, and returns what holds no more than that."""
         fetch = save(self._pass, self._index, self._region, self._body, self.inputs, result)
-        rerun = Rerun(self._body.outputs, self._function, fetch, self._masks, self.trainable, self._state)
+        statistics = [] if may_be_asked_later() else result.statistics
+        rerun = Rerun(self._body.outputs, self._function, fetch, self._masks, self.trainable, self._state, statistics)
         self._pass.note(rerun)
         return rerun
 
@@ -133,6 +134,8 @@ class _Backward:
         inputs, inside = rerun.fetch_for_backward(gate)
         if self.one_pass.ties and self.one_pass.mode != EAGER:
             inputs = [_tied(x, gate) for x in inputs]
+        # Statistics that are given have no gradients, which those who ask for gradients of gradients want.
+        again = any(x is not None and keras_internals.is_recorded(x) for x in (*inputs, *rerun.trainable, *real))
         first = len(real) - len(self.passed_on)
         names = [name for name, is_wanted in zip(self.sources, wanted, strict=False) if is_wanted]
         later = {self.sources[place]: g for place, g in zip(self.passed_on, real[first:], strict=True)}
@@ -142,6 +145,7 @@ class _Backward:
             inside,
             rerun.trainable,
             rerun.state,
+            [] if again else rerun.statistics,
             real[: self.outputs],
             real[self.outputs : first],
             [name in names for name in self.inputs],

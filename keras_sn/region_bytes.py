@@ -27,6 +27,8 @@ class RegionBytes:
     """The most that a layer call of its forward pass reads and writes that does not leave it, and that nothing holds longer."""
     held: int
     """Of what its backward pass reads, and has not saved."""
+    statistics: int
+    """That wait for its backward pass."""
     forward: int
     """Only in its forward pass."""
     backward: int
@@ -91,6 +93,7 @@ class _Counting:
             leaving=leaving,
             inside=max(inside),
             held=held,
+            statistics=region.recompute * sum(layer.statistics_bytes for layer in layers),
             forward=forward,
             backward=peak,
             of_weights=of_weights[0],

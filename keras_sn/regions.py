@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from keras_sn import keras_internals, op_graph
+from keras_sn.batch_statistics import batch_statistics
 from keras_sn.bodies import BorrowedWeights, RegionBody
 from keras_sn.compiling import BackgroundCompiler, CompiledFunction
 from keras_sn.errors import UnsupportedModelError
@@ -33,6 +34,8 @@ class RegionResult(NamedTuple):
     """Of `RegionBody.inside_only`: what only its backward pass wants."""
     passed_on: list[Any]
     """Of `RegionBody.inputs_in_turn`: what later regions read; see Note: [In turn]."""
+    statistics: list[Any]
+    """What its backward function may be given of the batch normalizations inside."""
 
 
 def shape_of(tensor: Any) -> Any:
@@ -86,7 +89,7 @@ class RegionFunction:
         return self.forward.traced if isinstance(self.forward, CompiledFunction) else self.forward
 
     def _forward(self, inputs, masks, trainable, state) -> RegionResult:
-        result = self._pure(inputs, masks, trainable, state, saved=None)
+        result = self._pure(inputs, masks, trainable, state)
         return result if self.mode == EAGER else result._replace(passed_on=[])  # a compiled function would copy them
 
     def check_once(self, *arguments: Any) -> None:
@@ -96,7 +99,7 @@ class RegionFunction:
             RegionFunction(self.body, FUNCTION).forward.get_concrete_function(*arguments)
         self._is_checked = True
 
-    def _backward(self, inputs, masks, saved, trainable, state, output_gradients, loss_gradients, wanted, seeds):
+    def _backward(self, inputs, masks, saved, trainable, state, statistics, output_gradients, loss_gradients, wanted, seeds):
         """Gradients for the inputs marked in `wanted` and for all trainable values; None where nothing connects.
 
         Gradients of outputs are None where the loss does not depend on them. `seeds` are the gradients that the wanted inputs
@@ -107,7 +110,7 @@ class RegionFunction:
             sources = [x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
             tape.watch(sources)
             tape.watch(trainable)
-            result = self._pure(inputs, masks, trainable, state, saved)
+            result = self._pure(inputs, masks, trainable, state, saved, statistics)
             differentiated = [y for y in result.outputs if y.dtype.is_floating or y.dtype.is_complex]
             if result.losses:
                 differentiated = [_late(y) for y in differentiated]
@@ -122,7 +125,7 @@ class RegionFunction:
             output_gradients=[gradient for _, gradient in targets],
         )
 
-    def _pure(self, inputs, masks, trainable, state, saved) -> RegionResult:
+    def _pure(self, inputs, masks, trainable, state, saved=None, statistics=()) -> RegionResult:
         body = self.body
         tensors = dict(zip(body.inputs, inputs, strict=True))
         for x, mask in zip(inputs, masks, strict=True):
@@ -134,7 +137,9 @@ class RegionFunction:
         with keras_internals.without_autocast():  # else the scope would cast the values
             sources = {id(variable): value for variable, value in zip(body.trainable, trainable, strict=True)}
             scope = keras_internals.UpdatingScope(sources, state_mapping=mapping, collect_losses=True)
-        with keras_internals.call_context(body.autocast_dtype, body.calls[0].training), scope:
+        # What runs eagerly would compute them all the same.
+        noting = batch_statistics(body.layers, statistics) if self.mode != EAGER else nullcontext([])
+        with keras_internals.call_context(body.autocast_dtype, body.calls[0].training), scope, noting as noted:
             for call in body.calls:
                 looked_at = _no_draws_of_tensorflow(call) if self.mode != EAGER else nullcontext()
                 with looked_at, keras_internals.weights_used() as used:
@@ -146,7 +151,7 @@ class RegionFunction:
                 for name, tensor in zip(call.outputs, outputs, strict=True):
                     tensors[name] = _with_saved_value(tensor, substitutes[name]) if name in substitutes else tensor
             before = zip(body.updatable, [*state, *trainable], strict=True)
-            new_state = [_if_updated(scope.get_current_value(v), old) for v, old in before]
+            new_state = [_if_updated(v, scope.get_current_value(v), old) for v, old in before]
         self._check_no_foreign_updates(scope)
         losses = list(scope.losses)
         self.loss_owners = [keras_internals.owner_of_loss(body.layers, loss) for loss in losses]
@@ -160,6 +165,7 @@ class RegionFunction:
             [tf.convert_to_tensor(loss) for loss in losses],
             [tensors[name] for name in body.inside_only],
             [tensors[name] for name in body.inputs_in_turn],
+            noted,
         )
 
     def refuse_borrowed(self) -> None:
@@ -224,7 +230,13 @@ def _late(tensor: Any) -> Any:
     return tensor
 
 
-def _if_updated(new: Any, old: Any) -> Any:
+def _if_updated(variable: keras.Variable, new: Any, old: Any) -> Any:
+    if tf.is_symbolic_tensor(new) and new.graph is not tf.compat.v1.get_default_graph():
+        raise UnsupportedModelError(
+            "A layer updates a variable inside a branch or a loop of TensorFlow (`tf.cond`, `tf.while_loop`), from where its new "
+            "value cannot be handed on. Update it outside, with a value that the branch returns, or use Keras' own train step "
+            f"(`policy='none'`). Received: variable {variable.path!r}"
+        )
     return None if new is old else new
 
 

@@ -73,7 +73,7 @@ class SpanCosts:
 
     def density(self, position: int) -> float:
         """Seconds of recomputing a layer call for each byte of its outputs."""
-        return self.costs.forward[position] / (1 + sum(self.nbytes[t] for t in self.graph.layers[position].outputs))
+        return self.costs.again[position] / (1 + sum(self.nbytes[t] for t in self.graph.layers[position].outputs))
 
     @cached_property
     def thresholds(self) -> tuple[float, ...]:
@@ -192,7 +192,7 @@ class _Scan:
         # What this layer call holds is there in the backward steps of all later ones.
         level.backward_bytes = held + max(level.backward_bytes, self.gradients[self.first] + self.weight_bytes)
         if again:
-            level.seconds += self.of.costs.forward[self.first]
+            level.seconds += self.of.costs.again[self.first]
             level.needed.update(layer.inputs)
 
     def is_virtual(self, tensor: str, layer: LayerCall) -> bool:

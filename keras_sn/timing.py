@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from keras_sn.cost import StepCosts
 from keras_sn.plan import Plan, Region, Saved
 from keras_sn.region_bytes import key_of, region_bytes
-from keras_sn.replays import sources_of, totals
+from keras_sn.replays import Sources, sources_of, totals
 from keras_sn.steps import RECOMPUTE
 
 
@@ -31,22 +31,25 @@ class Timing:
     """Of `seconds`, waiting for copies."""
 
 
-def time_regions(costs: StepCosts, regions: Sequence[Region], copy_window: int = Plan.copy_window) -> Timing:
-    """Runs a plan's regions on paper and says how long that takes."""
-    clock = _Clock(costs, regions)
+def time_regions(
+    costs: StepCosts, regions: Sequence[Region], copy_window: int = Plan.copy_window, durations: "Durations | None" = None
+) -> Timing:
+    """Runs a plan's regions on paper and says how long that takes; `durations`, where they are known, are theirs."""
+    durations = durations or Durations(costs, regions)
+    clock = _Clock(costs, regions, durations)
     clock.run_forward(copy_window)
     clock.run_backward(copy_window)
     # The host starts one kernel after the other and runs ahead of the device, if that leaves it the time.
-    started = clock.kernels * costs.model.host_seconds_per_kernel
-    return Timing(max(clock.now, started), tuple(clock.again), clock.stalled)
+    started = durations.kernels * costs.model.host_seconds_per_kernel
+    return Timing(max(clock.now, started), tuple(durations.again), clock.stalled)
 
 
-def schedule_prefetches(costs: StepCosts, regions: Sequence[Region]) -> list[Region]:
+def schedule_prefetches(costs: StepCosts, regions: Sequence[Region], durations: "Durations | None" = None) -> list[Region]:
     """Starts each copy back as late as it can start and still be there in time, with one link for all of them."""
-    clock = _Clock(costs, regions)
-    durations = [clock.parts[index].backward + clock.again[index] for index in reversed(range(len(regions)))]
-    starts = [0.0, *accumulate(durations)]  # by backward order: the last region starts at 0
-    link_is_needed_at = starts[-1] if starts else 0.0
+    durations = durations or Durations(costs, regions)
+    backward = [one.backward + again for one, again in zip(durations.parts, durations.again, strict=True)]
+    starts = [0.0, *accumulate(reversed(backward))]  # by backward order: the last region starts at 0
+    link_is_needed_at = starts[-1]
 
     def start(index: int, one: Saved) -> int:
         nonlocal link_is_needed_at
@@ -99,39 +102,49 @@ def _alone(costs: StepCosts, region: Region) -> _Alone:
             first=places[0],
             forward=overhead + sum(costs.forward[place] for place in places),
             backward=overhead + sum(costs.backward[place] for place in places),
-            again=sum(costs.forward[place] for place in again),
+            again=sum(costs.again[place] for place in again),
             kernels=sum(costs.kernels[place][0] for place in places),
-            kernels_again=sum(costs.kernels[place][0] for place in again),
+            kernels_again=sum(costs.kernels_again[place] for place in again),
         )
     return known[key]
 
 
-class _Clock:
-    def __init__(self, costs: StepCosts, regions: Sequence[Region]):
-        self.costs, self.regions = costs, regions
+class Durations:
+    """What the regions of a plan take to compute, whenever its copies are made.
+
+    Args:
+        costs: The graph on its device.
+        regions: The plan's regions. When their copies come back is no matter here.
+        sources: By region, those that run again before its backward pass, where that is known.
+    """
+
+    def __init__(self, costs: StepCosts, regions: Sequence[Region], sources: Sources | None = None):
         self.parts = [_alone(costs, region) for region in regions]
         self.again = [one.again for one in self.parts]
-        self.kernels = sum(map(sum, costs.kernels)) + sum(one.kernels_again for one in self.parts)
-        self._add_replays()
-        self.now = self.stalled = self.link_free_at = 0.0
-        self.stored: dict[str, float] = {}
-        """What has left, and when it is on the host."""
+        self.kernels = costs.kernel_count + sum(one.kernels_again for one in self.parts)
+        if any(one.tier == RECOMPUTE for region in regions for one in region.saved):
+            self._add_replays(costs, regions, sources)
 
-    def _add_replays(self) -> None:
+    def _add_replays(self, costs: StepCosts, regions: Sequence[Region], sources: Sources | None) -> None:
         """The regions that run again before a region's backward pass, and the copies that these wait for."""
-        graph = self.costs.graph
-        if not any(one.tier == RECOMPUTE for region in self.regions for one in region.saved):
-            return
-        layers = [graph.layers_named(region.layers) for region in self.regions]
-        made_in = {tensor: index for index, own in enumerate(layers) for layer in own for tensor in layer.outputs}
-        sources = sources_of(self.regions, made_in)
+        if sources is None:
+            region_of = [index for index, region in enumerate(regions) for _ in region.layers]
+            sources = sources_of(regions, {tensor: region_of[at] for tensor, at in costs.graph.producer.items()})
         copies = (
-            sum(self.costs.model.transfer_seconds(graph.nbytes(one.tensor)) for one in region.saved if one.is_away)
-            for region in self.regions
+            sum(costs.model.transfer_seconds(costs.graph.nbytes(one.tensor)) for one in region.saved if one.is_away)
+            for region in regions
         )
         seconds = totals(sources, [one.forward + more for one, more in zip(self.parts, copies, strict=True)])
         self.again = [one + more for one, more in zip(self.again, seconds, strict=True)]
         self.kernels += sum(totals(sources, [one.kernels for one in self.parts]))
+
+
+class _Clock:
+    def __init__(self, costs: StepCosts, regions: Sequence[Region], durations: Durations):
+        self.costs, self.regions, self.parts, self.again = costs, regions, durations.parts, durations.again
+        self.now = self.stalled = self.link_free_at = 0.0
+        self.stored: dict[str, float] = {}
+        """What has left, and when it is on the host."""
 
     def wait_until(self, time: float) -> None:
         self.stalled += max(0.0, time - self.now)

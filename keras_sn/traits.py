@@ -23,6 +23,8 @@ class LayerTraits:
     """Of `internal_bytes`, what a costly layer holds under XLA: what its matrix products make or read."""
     draws: bool = False
     """What it holds is drawn at random (dropout)."""
+    statistics_bytes: int = 0
+    """Sums over the batch that a recomputation is given, in bytes: it need not compute them again."""
     is_costly: bool = False
     is_fusible: bool = False
     """XLA fuses it into its neighbours: element-wise operations, broadcasts, reshapes, normalizations, dropout.

@@ -150,7 +150,7 @@ def test_a_region_makes_again_what_it_has_not_saved_and_no_more(saved, again):
     forward = function.forward.get_concrete_function([x], [None], trainable, [])
     assert products(forward.structured_outputs.outputs) == 2
     kept = function.forward([x], [None], trainable, []).saved
-    arguments = ([x], [None], kept, trainable, [], [tf.ones((4, 8))], [], [True], [None])
+    arguments = ([x], [None], kept, trainable, [], [], [tf.ones((4, 8))], [], [True], [None])
     backward = function.backward.get_concrete_function(*arguments)
     assert products(keras.tree.flatten(backward.structured_outputs)) == 4 + again
 
@@ -877,3 +877,32 @@ def test_a_quantized_layer_is_recomputed(dtype):
     recomputed = Recompute(layer)
     assert recomputed.dtype_policy.name == dtype
     assert_same(gradients(lambda x: recomputed(x, training=True), [layer.bias], False), plain)
+
+
+class NormalizedInABranch(L.Layer):
+    """Updates the statistics of a layer inside `tf.cond`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.normalization = L.BatchNormalization()
+
+    def build(self, shape):
+        self.normalization.build(shape)
+
+    def call(self, x, training=None):
+        return tf.cond(tf.reduce_sum(x) > 0, lambda: x, lambda: self.normalization(x, training=training))
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_state_that_is_updated_inside_a_branch_is_refused_before_the_first_step():
+    inputs = keras.Input((8,))
+    plain = keras.Model(inputs, NormalizedInABranch()(L.Dense(8, activation="tanh")(inputs)))
+    model = keras_sn.SNModel.from_model(plain, policy="recompute")
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(keras_sn.UnsupportedModelError, match=r"inside a branch or a loop.*moving_mean"):
+        model.fit(X, X, verbose=0)
+    plain = keras_sn.SNModel.from_model(plain, policy="none")
+    plain.compile("sgd", "mse", jit_compile=False)
+    plain.fit(X, X, verbose=0)

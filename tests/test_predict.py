@@ -218,3 +218,30 @@ def test_what_is_asked_for_first_has_to_leave_first(costs):
     # It is there at 4 seconds, and has left at 8.5: the second backward pass waits for that, and the fourth for the way back.
     assert seconds(7) == pytest.approx(8 + 1 + 4.5 + 5)
     assert seconds(6) == pytest.approx(8 + 2 + 4.5 + 5)
+
+
+def normalized(statistics_bytes):
+    """conv -> batch normalization -> conv, compiled, in one region that saves its input."""
+    graph = graph_of(
+        call("conv", "x", "a", ["x"], flops=400, is_costly=True, weight_bytes=8),
+        call("bn", "a", "b", ["a"], is_fusible=True, weight_bytes=8, statistics_bytes=statistics_bytes),
+        call("end", "b", "c", ["b"], flops=400, is_costly=True, weight_bytes=8),
+        sizes={"x": 400, "a": 400, "b": 400, "c": 400},
+    )
+    return as_compiled(graph), [Region(("conv", "bn", "end"), (Saved("x"),))]
+
+
+def test_statistics_that_are_kept_wait_on_the_device_and_are_not_summed_again():
+    (kept, regions), (summed, _) = normalized(80), normalized(0)
+    more = [one - other for one, other in zip(predict(kept, regions).levels, predict(summed, regions).levels, strict=True)]
+    assert more == [pytest.approx(80 * (1 + UNPLANNED_SHARE), abs=1)] * 2
+    model = CostModel(400.0, 400.0, 400.0, 1.0)
+    kept, summed = StepCosts(kept, model), StepCosts(summed, model)
+    assert kept.forward == summed.forward
+    # Two passes over 400 bytes and two launches less.
+    assert summed.again[1] - kept.again[1] == pytest.approx(2 * 400 / 400 + 2)
+    assert (kept.again[0], kept.again[2]) == (summed.again[0], summed.again[2])
+    assert summed.again == summed.forward
+    assert time_regions(summed, regions).recompute_seconds[0] - time_regions(kept, regions).recompute_seconds[0] == pytest.approx(
+        4
+    )

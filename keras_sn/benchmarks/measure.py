@@ -219,14 +219,18 @@ def _traced(model: keras.Model, configuration: Configuration) -> traces.Trace | 
 
 
 def _random_batch(model: keras.Model, batch_size: int) -> tuple[Any, Any]:
-    """Images or tokens (of 0 and 1, which every vocabulary has), and labels."""
+    """Images or tokens (of 0 and 1, which every vocabulary has), and labels, all on the device.
+
+    Labels are int64: TensorFlow holds int32 on the host, and what would be timed is a copy of it, which the steps of different
+    engines wait for differently when they get the same batch again.
+    """
     random = np.random.default_rng(0)
     inputs = []
     for spec in model.inputs:
         shape, is_tokens = (batch_size, *spec.shape[1:]), spec.dtype.startswith("int")
         inputs.append(tf.constant(random.integers(2, size=shape) if is_tokens else random.normal(size=shape), spec.dtype))
     classes = model.output.shape[-1]
-    labels = tf.constant(random.integers(classes, size=(batch_size, *model.output.shape[1:-1])), "int32")
+    labels = tf.constant(random.integers(classes, size=(batch_size, *model.output.shape[1:-1])), "int64")
     return keras.tree.pack_sequence_as(model.input, inputs), labels
 
 
