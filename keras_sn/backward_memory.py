@@ -11,6 +11,8 @@ The rules below were read off the buffers of the regions of four networks on an 
 - An activation's gradient needs to know where it was positive; XLA computes that again from what the activation was made from.
 - Gradients of what is never written (concatenations that only normalizations read) are sums that are never written either: what
   they are the sums of stays until they are read.
+- Max pooling notes the places of the maxima, a number for each axis, once more in another order, and adds its gradient to zeros.
+  If what it pools is made again, all that happens with it, and the first notes are gone before what follows is made again.
 - Convolutions hold their kernels in another layout until their gradients are made.
 """
 
@@ -59,7 +61,7 @@ def gradient_levels(graph: LayerGraph) -> list[int]:
     if not graph.layers:
         return []
     region = RegionAgain(graph, graph.layers, frozenset(graph.inputs))
-    backward = _Backward(region)
+    backward = _Backward(region, is_region=False)  # where nothing is made again, the backward step does it all at once
     backward.peak()
     levels = backward.levels([one for one in backward.buffers if one.begin])
     result = []
@@ -84,8 +86,8 @@ class _Buffer:
 class _Backward:
     """The gradients of one region while its backward pass goes on."""
 
-    def __init__(self, region: RegionAgain):
-        self.region, self.graph = region, region.graph
+    def __init__(self, region: RegionAgain, *, is_region: bool = True):
+        self.region, self.graph, self.is_region = region, region.graph, is_region
         self.gradients: dict[str, tuple[_Buffer, ...]] = {}
         """Tensor -> the buffers that its gradient is in, or is the sum of; none if it is in what is given or returned."""
         self.buffers: list[_Buffer] = [
@@ -97,8 +99,12 @@ class _Backward:
     def peak(self) -> int:
         region, graph = self.region, self.graph
         for position, layer in enumerate(region.layers, region.first):
-            held = layer.internal_bytes + layer.weight_bytes * layer.is_convolution
+            copied = layer.copied_bytes * self.is_region
+            held = layer.internal_bytes - copied + layer.weight_bytes * layer.is_convolution
             self.buffers.append(_Buffer(held, 0, region.phase(position, 1)))
+            self.buffers.append(_Buffer(copied, region.phase(position, 0), region.phase(position, 1)))
+            if layer.places_bytes and self.is_region:
+                self.note_places(layer, position)
             crossing = (t for t in layer.outputs if region.is_crossing(t) and graph.tensors[t].is_differentiable)
             self.gradients.update(dict.fromkeys(crossing, ()))
         for position in range(region.last, region.first - 1, -1):
@@ -107,6 +113,19 @@ class _Backward:
         for buffer in self.buffers:
             buffer.end = last if buffer.users else buffer.end
         return self.most_at_once()
+
+    def note_places(self, layer: LayerCall, position: int) -> None:
+        """Of max pooling: together with what it pools, if that is made again, else in its own backward step."""
+        phase, notes = self.region.phase(position, 1), layer.places_bytes
+        if self.is_made_again(*layer.inputs):
+            made_later = (t for t in self.region.needed_until if self.graph.producer[t] > position)
+            self.buffers += [_Buffer(notes, 0, phase), _Buffer(max(0, notes - self.graph.nbytes(*made_later)), 0, 0)]
+        else:
+            is_input = not self.region.inputs.keys().isdisjoint(layer.inputs)
+            self.buffers.append(_Buffer((1 + is_input) * notes, phase, phase))
+
+    def is_made_again(self, *tensors: str) -> bool:
+        return all(tensor in self.region.needed_until for tensor in tensors)
 
     def step(self, layer: LayerCall, phase: int) -> None:
         """The backward step of one layer call."""
@@ -147,7 +166,9 @@ class _Backward:
         elif in_place:
             self.set(tensor, there or sources, phase)
         elif not there:
-            self.set(tensor, (self.new(tensor, phase),), phase)
+            # Zeros, to which a pooling layer's gradient is added, are written together with what it pools.
+            is_there = layer.places_bytes > 0 and self.is_region and self.is_made_again(tensor)
+            self.set(tensor, (self.new(tensor, 0 if is_there else phase),), phase)
 
     def set(self, tensor: str, buffers: Sequence[_Buffer], phase: int) -> None:
         """Puts a gradient into these buffers; those that nothing else is in are gone after this phase."""

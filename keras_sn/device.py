@@ -73,7 +73,7 @@ def configure_gpu(
     Args:
         memory_limit: The most device memory that TensorFlow may take, in bytes or as text (`"12GiB"`); whole MiB count.
         growth: Whether TensorFlow takes device memory as it needs it, instead of all at once.
-        allocator: `"bfc"` (TensorFlow's own) or `"cuda_malloc_async"` (CUDA's).
+        allocator: `"bfc"` (TensorFlow's own) or `"cuda_malloc_async"` (CUDA's, which heeds no memory limit; plans do).
         host_limit: The most page-locked host memory that TensorFlow may take for copies, in bytes or as text.
 
     Returns:

@@ -62,6 +62,10 @@ class LayerCall:
     """Of `internal_bytes`, what it holds under XLA: what its convolutions and matrix products make or read."""
     draws: bool = False
     """What it holds is drawn at random (dropout)."""
+    copied_bytes: int = 0
+    """Of `fused_internal_bytes`, copies in another layout, which a compiled region makes for the backward step alone."""
+    places_bytes: int = 0
+    """Where XLA notes the places of the maxima that it takes (max pooling), for the backward step."""
     statistics_bytes: int = 0
     """Sums over the batch that wait for its recomputation, which need not compute them again."""
     is_convolution: bool = False

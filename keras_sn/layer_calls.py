@@ -211,6 +211,8 @@ def layer_call_of(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]
         internal_bytes=traits.internal_bytes,
         fused_internal_bytes=traits.fused_internal_bytes,
         draws=traits.draws,
+        copied_bytes=traits.copied_bytes,
+        places_bytes=traits.places_bytes,
         statistics_bytes=traits.statistics_bytes,
         gradient_in_place=traits.gradient_in_place,
         reads_only_shapes=reads_only_shapes(call.operation),

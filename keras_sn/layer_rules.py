@@ -81,7 +81,8 @@ def _convolution(layer, inputs, outputs):
     linear = LayerTraits(layer.kernel.trainable, False, flops, is_costly=True, is_convolution=True)
     if (traits := _activated(layer, linear, outputs)) and inputs[0].shape[-1] <= 4 and max(layer.strides) > 1:
         # XLA computes the first convolution of a ResNet in another layout and holds copies (buffer assignment, H200).
-        traits = replace(traits, fused_internal_bytes=traits.fused_internal_bytes + 2 * total_bytes(outputs))
+        copies = 2 * total_bytes(outputs)
+        traits = replace(traits, fused_internal_bytes=traits.fused_internal_bytes + copies, copied_bytes=copies)
     return traits
 
 
@@ -195,7 +196,9 @@ def _pooling(layer, inputs, outputs):
     if layer.data_format == "channels_first":
         return None
     reads = isinstance(layer, (L.MaxPooling1D, L.MaxPooling2D, L.MaxPooling3D))
-    return LayerTraits(reads, reads, elements(outputs) * prod(layer.pool_size))
+    # A number for each axis.
+    places = reads * len(outputs[0].shape) * elements(outputs) * _FLOAT_BYTES
+    return LayerTraits(reads, reads, elements(outputs) * prod(layer.pool_size), places_bytes=places)
 
 
 @_rule(L.ActivityRegularization)

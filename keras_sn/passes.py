@@ -1,6 +1,6 @@
 """One forward pass of a plan: what it has saved, where that waits, and how it comes back for the backward pass."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +9,8 @@ import keras
 import tensorflow as tf
 
 from keras_sn import keras_internals
-from keras_sn.plan import Region
 from keras_sn.pool import TIERS, behind
-from keras_sn.regions import EAGER, RegionBody, RegionFunction, RegionResult, shape_of
-from keras_sn.steps import RECOMPUTE
+from keras_sn.regions import EAGER, RegionBody, RegionFunction
 
 
 def is_float(tensor: Any) -> bool:
@@ -50,10 +48,12 @@ class Pass:
     """Region -> what begins to come back when its backward pass starts: tier, name and the tensor there."""
     begun: list[Any] = field(default_factory=list)
     """The copies back that were asked for last."""
-    replays: "dict[str, Rerun]" = field(default_factory=dict)
-    """Tensor that waits nowhere -> how to make it again."""
+    ended: Any = None
+    """A gradient that the last region's backward pass has returned."""
+    replays: dict[str, Any] = field(default_factory=dict)
+    """Tensor that waits nowhere -> its `reruns.Rerun`."""
 
-    def note(self, rerun: "Rerun") -> None:
+    def note(self, rerun: Any) -> None:
         """Keeps how to make those of a region's outputs again that wait nowhere."""
         self.replays.update((name, rerun) for name in rerun.names if name in self.recomputed)
 
@@ -68,11 +68,17 @@ class Pass:
             return
         self.tensors[name] = keras_internals.with_mask_of(behind(self.tensors[name], *copies), self.tensors[name])
 
-    def start_backward(self, region: int, gate: Any) -> Any:
-        """Says that a region's backward pass can start once the tensor `gate` exists, and asks for what comes back by then.
+    def start_backward(self, region: int, gate: Any, others: Sequence[Any], *, brings_back: bool = False) -> Any:
+        """Says that a region's backward pass can start once all its gradients exist, and asks for what comes back by then.
+
+        Args:
+            region: The region.
+            gate: One of the gradients that it is given.
+            others: The others. One may be there long before the rest, since an addition hands its gradient on at once.
+            brings_back: Whether the region waits for something that comes back or is made again.
 
         Returns:
-            The tensor, in a form that exists once what was asked for before has been queued. TensorFlow queues a copy when what
+            `gate`, in a form that exists once what was asked for before has been queued. TensorFlow queues a copy when what
             it reads is on the host, behind all work of the device that it has queued by then: without it, that would be all of
             the backward pass up to the first region that needs one of them.
         """
@@ -80,10 +86,22 @@ class Pass:
             return gate
         left = self.stored.pop(2 * self.regions - 1 - region - self.copy_window, [])
         first = [one for one in (*left, *self.begun) if one.graph is gate.graph]
+        if not left and (first or brings_back or region in self.asked):  # what has left is on another device
+            first += [one for one in (*others, *self._ended_in(gate.graph)) if one.op is not _made_by(gate)]
         self.started[region] = gate = behind(gate, *first) if first else gate
         here = [one for one in self.asked.get(region, ()) if one[2].graph is gate.graph]
         self.begun = [self.fetch(tier, name, stored, gate) for tier, name, stored in here]
         return gate
+
+    def _ended_in(self, graph: Any) -> list[Any]:
+        return [self.ended] if self.ended is not None and self.ended.graph is graph else []
+
+    def in_order(self, gate: Any) -> AbstractContextManager:
+        """Inside, a backward function is called that runs once that of the region before it has been queued.
+
+        Those of branches could run in any order, and what all of them are given and return would be there at a time.
+        """
+        return nullcontext() if self.mode == EAGER else tf.control_dependencies(self._ended_in(gate.graph))
 
     def fetch(self, tier: str, name: str, stored: Any, after: Any) -> Any:
         """A tensor from its tier; once for all that ask for it at one time, which TensorFlow's optimizer may or may not see."""
@@ -116,85 +134,12 @@ def assign_all(updates: Iterable[tuple[keras.Variable, Any]]) -> None:
         variable.assign(value)
 
 
-@dataclass(frozen=True, eq=False)
-class Rerun:
-    """What a region is run again with: for its own gradient, or for tensors that wait nowhere."""
-
-    names: tuple[str, ...]
-    """Its outputs."""
-    function: RegionFunction
-    fetch: "Fetch"
-    masks: list[Any]
-    trainable: list[Any]
-    state: list[Any]
-    statistics: list[Any]
-    """Of the batch normalizations inside, for its backward function."""
-
-    def fetch_for_backward(self, gate: Any) -> tuple[list[Any], list[Any]]:
-        """The region's inputs, and what it has saved inside, once the tensor `gate` exists."""
-        return self.fetch(Replays(gate))
-
-
-@dataclass(eq=False)
-class Replays:
-    """What runs again before one region's backward pass: each region once, and one after the other, which takes less memory."""
-
-    gate: Any
-    """A tensor; what begins waits until it exists."""
-    _made: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By the identity of a rerun, its outputs by name."""
-
-    def output(self, rerun: Rerun, name: str) -> Any:
-        """One of a region's outputs, made again."""
-        if id(rerun) not in self._made:
-            inputs, _ = rerun.fetch(self)
-            with tf.control_dependencies([self.gate]):
-                result = rerun.function.forward(inputs, rerun.masks, rerun.trainable, rerun.state)
-            self._made[id(rerun)] = dict(zip(rerun.names, result.outputs, strict=True))
-            self.gate = result.outputs[0]
-        return self._made[id(rerun)][name]
-
-
-Fetch = Callable[[Replays], tuple[list[Any], list[Any]]]
-
-
-def save(one_pass: Pass, index: int, region: Region, body: RegionBody, inputs: list[Any], result: RegionResult) -> Fetch:
-    """Puts what the region saves where the plan says; returns the function that fetches it for the backward pass.
-
-    Only what the returned function holds stays alive until then.
-    """
-    values = dict(zip(body.outputs, result.outputs, strict=True)) | dict(zip(body.inside_only, result.saved, strict=True))
-    values |= dict(zip(body.inputs, inputs, strict=True))
-    names_inputs, names_inside = body.inputs, body.saved_inside
-    values = {name: values[name] for name in (*names_inputs, *names_inside)}
-    places = {one.tensor: one for one in region.saved}
-    replays = {name: one_pass.replays[name] for name in values if name in places and places[name].tier == RECOMPUTE}
-    in_tier = {name for name in values if name in places and places[name].tier in TIERS}
-    new = {name: TIERS[places[name].tier].put(values[name]) for name in in_tier - one_pass.in_tier.keys()}
-    one_pass.in_tier.update(new)
-    if new and one_pass.mode != EAGER:  # eager steps run in order
-        one_pass.stored[index] = list(new.values())
-    stored = {name: one_pass.in_tier.get(name, value) for name, value in values.items() if name not in replays}
-    stored.update((name, shape_of(values[name])) for name in body.unread)
-    for name in in_tier if one_pass.mode != EAGER else ():
-        if places[name].prefetch_at not in (None, index):
-            one_pass.asked.setdefault(places[name].prefetch_at, []).append((places[name].tier, name, stored[name]))
-    started = one_pass.started
-
-    def fetch(again: Replays) -> tuple[list[Any], list[Any]]:
-        def back(name: str) -> Any:
-            if name in replays:
-                return again.output(replays[name], name)
-            if name not in in_tier:
-                return stored[name]
-            after = started.get(places[name].prefetch_at, again.gate)
-            if one_pass.mode != EAGER and after.graph is not again.gate.graph:
-                after = again.gate  # of another backward pass, as of a loop
-            return one_pass.fetch(places[name].tier, name, stored[name], after)
-
-        return [back(name) for name in names_inputs], [back(name) for name in names_inside]
-
-    return fetch
+def _made_by(tensor: Any) -> Any:
+    """The operation that makes a tensor's numbers; `behind` and its gradient only reshape them."""
+    operation = tensor.op
+    while operation.type == "Reshape":
+        operation = operation.inputs[0].op
+    return operation
 
 
 def masks_of(tensors: Sequence[Any]) -> list[Any]:

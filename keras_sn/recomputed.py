@@ -9,9 +9,10 @@ import tensorflow as tf
 from keras_sn import keras_internals
 from keras_sn.bodies import RegionBody
 from keras_sn.differentiation import may_be_asked_later, noting, with_gradient
-from keras_sn.passes import Pass, Rerun, hand_on, is_float, masks_of, read_state, read_trainable, save
-from keras_sn.plan import Region
+from keras_sn.passes import Pass, hand_on, is_float, masks_of, read_state, read_trainable
+from keras_sn.plan import DEVICE, Region
 from keras_sn.regions import EAGER, RegionFunction, RegionResult
+from keras_sn.reruns import Rerun, save
 
 
 def run_recomputed(one_pass: Pass, index: int, region: Region, body: RegionBody, function: RegionFunction) -> None:
@@ -98,7 +99,8 @@ class _Forward:
         """Saves what the plan says, and returns what holds no more than that."""
         fetch = save(self._pass, self._index, self._region, self._body, self.inputs, result)
         statistics = [] if may_be_asked_later() else result.statistics
-        rerun = Rerun(self._body.outputs, self._function, fetch, self._masks, self.trainable, self._state, statistics)
+        again = self._function, fetch, self._masks, self.trainable, self._state, statistics
+        rerun = Rerun(self._body.outputs, *again, brings_back=any(one.tier != DEVICE for one in self._region.saved))
         self._pass.note(rerun)
         return rerun
 
@@ -129,7 +131,8 @@ class _Backward:
         real = [g if place in self.arrived or len(upstream) == 1 else None for place, g in enumerate(upstream)]
         self.arrived.clear()
         place = next(place for place, g in enumerate(real) if g is not None)
-        real[place] = gate = self.one_pass.start_backward(self.index, real[place])
+        others = [g for g in real if g is not None and g is not real[place]]
+        real[place] = gate = self.one_pass.start_backward(self.index, real[place], others, brings_back=self.rerun.brings_back)
         rerun = self.rerun
         inputs, inside = rerun.fetch_for_backward(gate)
         if self.one_pass.ties and self.one_pass.mode != EAGER:
@@ -139,18 +142,21 @@ class _Backward:
         first = len(real) - len(self.passed_on)
         names = [name for name, is_wanted in zip(self.sources, wanted, strict=False) if is_wanted]
         later = {self.sources[place]: g for place, g in zip(self.passed_on, real[first:], strict=True)}
-        for_sources, for_trainable = rerun.function.backward(
-            inputs,
-            rerun.masks,
-            inside,
-            rerun.trainable,
-            rerun.state,
-            [] if again else rerun.statistics,
-            real[: self.outputs],
-            real[self.outputs : first],
-            [name in names for name in self.inputs],
-            [later.get(name) for name in names],
-        )
+        with self.one_pass.in_order(gate):
+            for_sources, for_trainable = rerun.function.backward(
+                inputs,
+                rerun.masks,
+                inside,
+                rerun.trainable,
+                rerun.state,
+                [] if again else rerun.statistics,
+                real[: self.outputs],
+                real[self.outputs : first],
+                [name in names for name in self.inputs],
+                [later.get(name) for name in names],
+            )
+        if self.one_pass.mode != EAGER:
+            self.one_pass.ended = next((g for g in (*for_sources, *for_trainable) if g is not None), None)
         found = dict(zip(names, for_sources, strict=True))
         return [*(found.get(name) for name in self.sources), *for_trainable]
 

@@ -23,6 +23,10 @@ class LayerTraits:
     """Of `internal_bytes`, what a costly layer holds under XLA: what its matrix products make or read."""
     draws: bool = False
     """What it holds is drawn at random (dropout)."""
+    copied_bytes: int = 0
+    """Of `fused_internal_bytes`, copies in another layout, which a compiled region makes for the backward step alone."""
+    places_bytes: int = 0
+    """Where XLA notes the places of the maxima, for a backward step that hands its gradient to them, in bytes."""
     statistics_bytes: int = 0
     """Sums over the batch that a recomputation is given, in bytes: it need not compute them again."""
     is_costly: bool = False

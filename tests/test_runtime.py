@@ -13,6 +13,7 @@ from tensorflow.python.eager import context
 import keras_sn
 from keras_sn import pool
 from keras_sn.passes import Pass
+from keras_sn.plan import Region, Saved
 from keras_sn.planner import make_plan
 from keras_sn.pool import Tier
 from keras_sn.superneurons import superneurons_regions
@@ -92,8 +93,8 @@ def test_the_next_region_is_given_to_the_device_after_the_copies(monkeypatch):
     started = []
     start = Pass.start_backward
 
-    def noting(self, region, gate):
-        handed_on = start(self, region, gate)
+    def noting(self, region, gate, others, **more):
+        handed_on = start(self, region, gate, others, **more)
         started.append((region, gate, handed_on, list(self.begun)))
         return handed_on
 
@@ -104,6 +105,51 @@ def test_the_next_region_is_given_to_the_device_after_the_copies(monkeypatch):
         if begun:
             sizes = handed_on.op.inputs[1].op.inputs[0].op
             assert all(copy.op in sizes.control_inputs for copy in begun)
+
+
+def _skipping():
+    """An addition hands its gradient to `first` at once; that of `second`, of the same region, comes through `third`."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((8,), name="x")
+    before = L.Dense(8, activation="tanh", name="before")(inputs)
+    first = L.Dense(8, activation="tanh", name="first")(before)
+    second = L.Dense(8, activation="tanh", name="second")(first)
+    third = L.Dense(8, activation="tanh", name="third")(second)
+    total = L.Add(name="add")([first, third])
+    plain = keras.Model(inputs, L.Dense(2, name="head")(total))
+    regions = (
+        Region(("before",), (Saved("x"),)),
+        Region(("first", "second"), (Saved("before", "host", prefetch_at=1),)),
+        Region(("third",), (Saved("second"),)),
+        Region(("add",)),
+        Region(("head",), (Saved("add"),)),
+    )
+    planned = keras_sn.SNModel.from_model(plain, policy="recompute")
+    planned.compile("sgd", "mse")
+    return keras_sn.SNModel.from_model(plain, plan=replace(planned.build_plan(8), regions=regions))
+
+
+def test_a_backward_pass_starts_with_all_its_gradients_and_after_the_one_before_it(monkeypatch):
+    """Else its copies back are asked for, and its memory is taken, while that of other regions is still there."""
+    seen = []
+    start = Pass.start_backward
+
+    def noting(self, region, gate, others, **more):
+        ended = self.ended
+        handed_on = start(self, region, gate, others, **more)
+        seen.append((region, others, ended, handed_on))
+        return handed_on
+
+    monkeypatch.setattr(Pass, "start_backward", noting)
+    _fit(_skipping(), epochs=1)
+    assert [region for region, *_ in seen] == [4, 3, 2, 1, 0]
+    ((_, others, ended, handed_on),) = (one for one in seen if one[0] == 1)
+    assert len(others) == 1
+    sizes = handed_on.op.inputs[1].op.inputs[0].op
+    assert {others[0].op, ended.op} <= set(sizes.control_inputs)
+    # The function of each region is queued after that of the one before it.
+    for (*_, before, _), (*_, after, _) in pairwise(seen[1:]):
+        assert before.op in {*after.op.control_inputs, *(one.op for one in after.op.inputs)}
 
 
 def _copied_ahead(distance, window=2):
