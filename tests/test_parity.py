@@ -5,7 +5,7 @@ import itertools
 import keras
 import numpy as np
 import pytest
-from parity import DICT_POLICY, MODES, assert_equal, rewriting_off, train, train_plain
+from parity import DICT_POLICY, MODES, assert_equal, rewriting_off, train, train_plain, train_plain_otherwise
 from zoo import ZOO
 from zoo_data import BATCH
 
@@ -24,7 +24,8 @@ POLICIES = {
     "none": "none",
 }
 RTOL = {"float32": 2e-5, "float64": 1e-12, "mixed_float16": 5e-3, "mixed_bfloat16": 4e-2}
-"""Under XLA, and for models of `ROUNDED`; else nothing may differ."""
+"""Under XLA, and for models of `ROUNDED`; else nothing may differ. In other dtypes than float32, plain Keras may differ more from
+itself."""
 QUICK = {("float32", "graph"): ("dict",)}
 SLOW = {"quantized", "conv_lstm", "recurrent"}
 EACH_POLICY = {("float32", "graph"): ("all", "offload", "superneurons", "dict")}
@@ -56,7 +57,9 @@ def _cases():
 def test_equal_to_plain_keras(name, mode, dtype, policy):
     plain = train_plain(name, mode, dtype)
     trained = train(name, mode, dtype, POLICIES[policy])
-    assert_equal(trained, plain, exact=mode != "xla" and name not in ROUNDED, rtol=RTOL[dtype])
+    exact = mode != "xla" and name not in ROUNDED
+    otherwise = train_plain_otherwise(name, mode, dtype) if not exact and dtype != "float32" else None
+    assert_equal(trained, plain, exact=exact, rtol=RTOL[dtype], otherwise=otherwise)
 
 
 @pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.full), "siamese"])

@@ -135,7 +135,8 @@ ZOO = {
     "squeeze_excite": ZooModel(more.squeeze_excite, classified(_IMAGE), _CLASSES),
     "inception": ZooModel(more.inception, classified(_IMAGE), _CLASSES),
     "conv1d": ZooModel(more.conv1d, floats((8, 3))),
-    "conv3d": ZooModel(more.conv3d, floats((4, 4, 4, 2))),
+    # TensorFlow pools no volumes of float16 on a CPU.
+    "conv3d": ZooModel(more.conv3d, floats((4, 4, 4, 2)), dtypes=("float32", "mixed_bfloat16")),
     "autoencoder": ZooModel(more.autoencoder, floats(_IMAGE, (8, 8, 1))),
     "recurrent": ZooModel(more.recurrent, padded_series, dtypes=FLOAT32),
     "time_distributed": ZooModel(more.time_distributed, floats(_FRAMES), dtypes=FLOAT32),
@@ -150,7 +151,8 @@ ZOO = {
         {"kind": _CLASSES, "size": "huber"},
         compile={"loss_weights": {"kind": 0.5, "size": 2.0}, "weighted_metrics": {"kind": ["accuracy"], "size": ["mae"]}},
     ),
-    "activity_regularized": ZooModel(cases.activity_regularized, floats(_VECTOR)),
+    # In mixed precision Keras adds up regularizers of two dtypes, which TensorFlow refuses.
+    "activity_regularized": ZooModel(cases.activity_regularized, floats(_VECTOR), dtypes=FLOAT32),
     "spectral": ZooModel(cases.spectral, classified(_IMAGE), _CLASSES),
     "metric_layers": ZooModel(cases.metric_layers, floats(_VECTOR), metrics=["mae"]),
     "toggled": ZooModel(cases.toggled, floats(_VECTOR), before_further_fits=(cases.toggle_front, cases.toggle_front)),
