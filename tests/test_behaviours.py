@@ -623,9 +623,11 @@ def test_less_memory_is_resident():
     """Each in a process of its own, where no memory of other tests is used again: Note: [Memory] in `benchmarks.measure`."""
 
     def measured(engine):
-        row = measure.run(measure.Configuration(engine=engine, network="vit", arguments=network, batch_size=64))
-        assert row["fits"], row["reason"]
-        return row
+        configuration = measure.Configuration(engine=engine, network="vit", arguments=network, batch_size=64)
+        rows = [measure.run(configuration) for _ in range(2)]
+        for row in rows:
+            assert row["fits"], row["reason"]
+        return min(rows, key=lambda row: row["peak_bytes"])  # what else the machine does can only add to it
 
     network = {"image_size": 32, "patch": 4, "width": 64, "depth": 2, "heads": 1, "mlp": 256, "classes": 10}
     plain, ours = measured("keras-graph"), measured("recompute")
