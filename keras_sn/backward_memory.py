@@ -102,7 +102,8 @@ class _Backward:
             copied = layer.copied_bytes * self.is_region
             held = layer.internal_bytes - copied + layer.weight_bytes * layer.is_convolution
             self.buffers.append(_Buffer(held, 0, region.phase(position, 1)))
-            self.buffers.append(_Buffer(copied, region.phase(position, 0), region.phase(position, 1)))
+            if copied:
+                self.buffers.append(_Buffer(copied, region.phase(position, 0), region.phase(position, 1)))
             if layer.places_bytes and self.is_region:
                 self.note_places(layer, position)
             crossing = (t for t in layer.outputs if region.is_crossing(t) and graph.tensors[t].is_differentiable)

@@ -173,8 +173,9 @@ class StepCosts:
     @cached_property
     def again(self) -> tuple[float, ...]:
         """By position, seconds of a recompute step."""
-        steps = zip(self.graph.layers, self.kernels_again, self.forward, strict=True)
-        return tuple(self._without_sums(layer, kernels, forward) for layer, kernels, forward in steps)
+        pairs = zip(self.graph.layers, self.kernels_again, strict=True)
+        alone = self.model.forward_seconds
+        return tuple(self._seconds(layer, kernels, 1, alone, has_sums=layer.statistics_bytes > 0) for layer, kernels in pairs)
 
     @cached_property
     def backward(self) -> tuple[float, ...]:
@@ -198,18 +199,21 @@ class StepCosts:
         made_or_read = {t for layer in self.graph.layers if not layer.is_fusible for t in (*layer.inputs, *layer.outputs)}
         return frozenset({*made_or_read, *self.graph.outputs, *self.graph.inputs})
 
-    def _seconds(self, layer: LayerCall, kernels: int, passes: int, alone: Callable[[LayerCall, LayerGraph], float]) -> float:
+    def _seconds(
+        self,
+        layer: LayerCall,
+        kernels: int,
+        passes: int,
+        alone: Callable[[LayerCall, LayerGraph], float],
+        *,
+        has_sums: bool = False,
+    ) -> float:
         """Of a step of so many kernels: so many passes over its bytes if it is fused, else what it takes alone."""
         launch = self.model.launch_seconds
         if self.graph.is_compiled and layer.is_fusible:
-            sums = SUMS[passes - 1] * self.graph.nbytes(*layer.inputs) if layer.weight_bytes else 0
+            sums = SUMS[passes - 1] * self.graph.nbytes(*layer.inputs) if layer.weight_bytes and not has_sums else 0
             return kernels * launch + (passes * self._fused_bytes(layer) + sums) / self.model.bytes_per_second
         return alone(layer, self.graph) + (kernels - 1) * launch  # which has one launch in it
-
-    def _without_sums(self, layer: LayerCall, kernels: int, forward: float) -> float:
-        if not (self.graph.is_compiled and layer.is_fusible and layer.statistics_bytes):
-            return forward
-        return kernels * self.model.launch_seconds + self._fused_bytes(layer) / self.model.bytes_per_second
 
     def _fused_bytes(self, layer: LayerCall) -> int:
         return self.graph.nbytes(*(t for t in (*layer.inputs, *layer.outputs) if t in self._materialized))

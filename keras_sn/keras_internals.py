@@ -279,21 +279,18 @@ def in_place_of(computed: Any, saved: Any) -> Any:
 def batch_moments_of(layer: Any) -> Callable[..., tuple[Any, Any]] | None:
     """Keras' function `(inputs, mask) -> (mean, variance)` of a batch normalization that computes them on its own batch alone."""
     own = keras.layers.BatchNormalization
-    is_keras_own = isinstance(layer, own) and type(layer)._moments is own._moments and not layer.synchronized
-    return layer._moments if is_keras_own else None
+    is_keras_own = isinstance(layer, own) and type(layer)._moments is own._moments and "_moments" not in vars(layer)
+    return layer._moments if is_keras_own and not layer.synchronized else None
 
 
 @contextmanager
 def replaced_batch_moments(layer: Any, moments: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[None]:
     """Inside, a batch normalization asks `moments(inputs, mask)` for the mean and the variance of its batch."""
-    before = vars(layer).get("_moments")
     vars(layer)["_moments"] = moments
     try:
         yield
     finally:
         del vars(layer)["_moments"]
-        if before is not None:
-            vars(layer)["_moments"] = before
 
 
 @contextmanager
