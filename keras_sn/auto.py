@@ -10,10 +10,12 @@ from keras_sn.candidates import Candidate, evaluate, from_draft
 from keras_sn.cost import StepCosts
 from keras_sn.cuts import held_bytes
 from keras_sn.drafts import Draft, draft_of
+from keras_sn.exact_spans import ExactSpanCosts
 from keras_sn.forgetting import Fits, TryOut, descend, until_it_fits
 from keras_sn.graph import LayerGraph
 from keras_sn.improve import improve, simple_drafts
 from keras_sn.plan import DEVICE, PLACES, Region
+from keras_sn.policies import keep_all
 from keras_sn.repeats import compiled_calls, equal_cuts_through, kinds, repeated
 from keras_sn.search import RegionSearch
 from keras_sn.spans import SpanCosts
@@ -90,6 +92,11 @@ class Auto:
         return len(self.graph.layers) <= TINY_GRAPH
 
     @cached_property
+    def plain_seconds(self) -> float:
+        """Of plain Keras, with the host's time for each kernel."""
+        return evaluate(self.costs, [keep_all(self.graph)], inf).seconds if self.graph.layers else 0.0
+
+    @cached_property
     def search(self) -> RegionSearch:
         return RegionSearch(self.spans, may_offload=self.host_bytes != 0)
 
@@ -101,8 +108,21 @@ class Auto:
     def cheapest(self, room_bytes: int) -> Candidate | None:
         """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
         best = self._fastest(room_bytes)
-        if best is None:
+        found = [self._finished(best, room_bytes)] if best else []
+        if self.exactly and self._is_slow(found, room_bytes):
+            best = self.exactly.cheapest(room_bytes)
+            found += [best] if best else []
+        return min(found, key=lambda one: one.seconds, default=None) or self._of_smallest_at_any_price(room_bytes)
+
+    @cached_property
+    def exactly(self) -> "Auto | None":
+        """The search for the same, with possible regions counted buffer by buffer; None where that is no use, or too slow."""
+        is_exact = isinstance(self.spans, ExactSpanCosts) or not self.graph.is_compiled
+        if is_exact or not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
             return None
+        return Auto(ExactSpanCosts(self.costs, self.spans.forced), self.host_bytes)
+
+    def _finished(self, best: Candidate, room_bytes: int) -> Candidate:
         if len(self.graph.layers) > REPEATED_GRAPH:
             return self._of_equal_regions(best, room_bytes)
         return self._annealed(best, room_bytes) if len(self.graph.layers) > IMPROVED_GRAPH else best
@@ -134,7 +154,7 @@ class Auto:
     def _annealed(self, best: Candidate, room_bytes: int) -> Candidate:
         """The plan, or a faster one like it, where that is worth the time."""
         worth = NOT_SO_SLOW if len(self.graph.layers) <= RELAXED_GRAPH else SLOW
-        if best.draft is None or best.seconds < worth * self.costs.plain_seconds:
+        if best.draft is None or best.seconds < worth * self.plain_seconds:
             return best
         places = PLACES if self.host_bytes != 0 else (DEVICE, RECOMPUTE)
         return anneal(self.costs, best, room_bytes, places, *self._ways(room_bytes))
@@ -175,6 +195,15 @@ class Auto:
             found = self._made_to_fit([draft], SMALLER * best.peak_bytes)
             best, draft = (found[0], found[0].draft) if found else (best, None)
         return best
+
+    def _of_smallest_at_any_price(self, room_bytes: int) -> Candidate | None:
+        """The smallest plan made faster, where no other fits."""
+        smallest = self.smallest_at_any_price
+        if not smallest.fits(room_bytes, self.host_bytes):
+            return None
+        if smallest.draft is None or not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
+            return smallest
+        return self._descended([self._annealed(self._descended([smallest], room_bytes), room_bytes)], room_bytes)
 
     @cached_property
     def _smallest(self) -> list[Candidate]:
@@ -224,7 +253,7 @@ class Auto:
 
     def _is_slow(self, found: Sequence[Candidate], room_bytes: int) -> bool:
         seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)
-        return seconds >= SLOW * self.costs.plain_seconds
+        return seconds >= SLOW * self.plain_seconds
 
     def _within(self, room_bytes: int, *, ahead: bool = True) -> Iterator[Candidate]:
         """Drafts whose predicted peaks come close to the room; the search itself knows them only roughly."""

@@ -51,7 +51,7 @@ def with_place(draft: Draft, tensor: str, place: str) -> Draft:
 
 def regions_of(graph: LayerGraph, draft: Draft) -> list[Region]:
     """The regions of a draft; together they hold every layer call once, in order."""
-    cut = [_stretch(graph, run) for run in runs(draft.ends)]
+    cut = [stretch(graph, run) for run in runs(draft.ends)]
     staying = _read_by_kept(cut, draft)
     away = {tensor for tensor in draft.away - staying if may_leave(graph, tensor)}
     forgotten = _forgotten(graph, cut, draft, staying)
@@ -101,19 +101,19 @@ def may_leave(graph: LayerGraph, tensor: str) -> bool:
     return tensor in graph.producer and graph.nbytes(tensor) >= MIN_OFFLOAD_BYTES
 
 
-def _forgotten(graph: LayerGraph, cut: Sequence["_Stretch"], draft: Draft, staying: set[str]) -> set[str]:
+def _forgotten(graph: LayerGraph, cut: Sequence["Stretch"], draft: Draft, staying: set[str]) -> set[str]:
     """What a region can make again: not what the region saves itself, nor what a kept region makes or reads."""
     kept = {position for one in cut if one.end in draft.kept for position in one.run}
     return {t for t in draft.forgotten - draft.saved - staying if t in graph.producer and graph.producer[t] not in kept}
 
 
-def _read_by_kept(cut: Sequence["_Stretch"], draft: Draft) -> set[str]:
+def _read_by_kept(cut: Sequence["Stretch"], draft: Draft) -> set[str]:
     """What the backward passes of kept regions read: TensorFlow holds it on the device."""
     return {tensor for one in cut if one.end in draft.kept for tensor in one.read}
 
 
 @dataclass(frozen=True, eq=False)
-class _Stretch:
+class Stretch:
     """Consecutive layer calls, whatever they save; drafts that are like each other share most of them."""
 
     run: range
@@ -176,12 +176,13 @@ class _Stretch:
                 needed.update(layer.inputs)
 
 
-_KNOWN: "WeakKeyDictionary[LayerGraph, dict[range, _Stretch]]" = WeakKeyDictionary()
+_KNOWN: "WeakKeyDictionary[LayerGraph, dict[range, Stretch]]" = WeakKeyDictionary()
 
 
-def _stretch(graph: LayerGraph, run: range) -> _Stretch:
+def stretch(graph: LayerGraph, run: range) -> Stretch:
+    """The layer calls at consecutive positions; the same object for the same ones."""
     known = _KNOWN.setdefault(graph, {})
     if run not in known:
         layers = graph.layers[run.start : run.stop]
-        known[run] = _Stretch(run, layers, graph.last_use, graph.virtual)  # not the graph, which it would keep alive
+        known[run] = Stretch(run, layers, graph.last_use, graph.virtual)  # not the graph, which it would keep alive
     return known[run]

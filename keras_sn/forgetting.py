@@ -6,6 +6,7 @@ region may be cut in two, so that less is made again at once. In: a draft. Out: 
 """
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from keras_sn.candidates import Candidate
 from keras_sn.cost import StepCosts
@@ -15,8 +16,8 @@ from keras_sn.plan import DEVICE, HOST
 from keras_sn.predict import region_at
 from keras_sn.steps import RECOMPUTE
 
-MAX_LOOKED_AT = 100_000
-"""Layer calls that all trials of one search together may look at."""
+MAX_LOOKED_AT = 500_000
+"""Layer calls that all trials of one search together may look at: some ten seconds."""
 
 DETOURS = 8
 """Changes that save nothing by themselves, but may make room for others that do."""
@@ -44,11 +45,15 @@ def until_it_fits(costs: StepCosts, draft: Draft, room_bytes: float, may_offload
     best, seen = try_out(draft), {draft}
     while best.peak_bytes > room_bytes:
         missing = _missing_bytes(best, room_bytes)
-        moves = [move for move in _relieving(costs, best, may_offload) if move not in seen]
-        trials_left -= len(moves)
-        tried = [try_out(move) for move in moves] if trials_left > 0 else []
-        saved = [(missing - _missing_bytes(one, room_bytes), one) for one in tried]
-        better = [(max(0.0, one.seconds - best.seconds) / nbytes, one) for nbytes, one in saved if nbytes > 0]
+        saved, better = [], []
+        for moves in (_relieving(costs, best, may_offload), _isolating(best)):
+            moves = [move for move in moves if move not in seen]
+            trials_left -= len(moves)
+            tried = [try_out(move) for move in moves] if trials_left > 0 else []
+            saved += [(missing - _missing_bytes(one, room_bytes), one) for one in tried]
+            better = [(max(0.0, one.seconds - best.seconds) / nbytes, one) for nbytes, one in saved if nbytes > 0]
+            if better:
+                break
         if not better and (detours_left == 0 or not saved):
             return None
         detours_left -= not better
@@ -75,8 +80,18 @@ def _relieving(costs: StepCosts, candidate: Candidate, may_offload: bool) -> Ite
             yield with_place(draft, tensor, RECOMPUTE)
             if may_offload:
                 yield with_place(draft, tensor, HOST)
-    for end in list(runs(draft.ends)[region])[:-1]:
+    inside = list(runs(draft.ends)[region])[:-1]
+    for end in inside:
         yield with_cut(draft, end)
+
+
+def _isolating(candidate: Candidate) -> Iterator[Draft]:
+    draft, levels = candidate.draft, candidate.prediction.levels
+    if draft is None:
+        return
+    region = region_at(levels.index(max(levels)), len(candidate.regions))
+    for before, end in pairwise(list(runs(draft.ends)[region])[:-1]):
+        yield with_cut(with_cut(draft, before), end)
 
 
 def descend(costs: StepCosts, best: Candidate, try_out: TryOut, fits: Fits) -> Candidate:

@@ -203,10 +203,7 @@ def _cheapest(costs: StepCosts, room_bytes: int, limits: _Limits) -> Candidate:
     auto = Auto(SpanCosts(costs), limits.host_bytes, named)
     if found := auto.cheapest(room_bytes):
         return found
-    smallest = auto.smallest_at_any_price
-    if smallest.fits(room_bytes, limits.host_bytes):
-        return smallest
-    raise limits.error(smallest)
+    raise limits.error(auto.smallest_at_any_price)
 
 
 def _papers_plans(costs: StepCosts, room_bytes: int) -> list[list[Region]]:
