@@ -41,19 +41,24 @@ class BackwardMemory:
         return self.inside + self.given + self.returned + self.of_weights
 
 
-def backward_memory(graph: LayerGraph, layers: Sequence[LayerCall], saved: frozenset[str]) -> BackwardMemory:
+def backward_memory(
+    graph: LayerGraph, layers: Sequence[LayerCall], saved: frozenset[str], *, is_plain: bool = False
+) -> BackwardMemory:
     """Goes through a region's backward pass on paper.
 
     Args:
         graph: The layer graph, as XLA compiles it.
         layers: The region's layer calls, which follow one another.
         saved: What waits for its backward pass: its inputs, and layer outputs inside it.
+        is_plain: It is plain Keras' step.
     """
     region = RegionAgain(graph, tuple(layers), saved)
     given = {t for layer in layers for t in layer.outputs if region.is_crossing(t) and graph.tensors[t].is_differentiable}
     added_to = {t for t in region.inputs if graph.last_use[t] > region.last}
     weights = sum(layer.weight_bytes for layer in layers)
-    return BackwardMemory(_Backward(region).peak(), graph.nbytes(*given, *added_to), graph.nbytes(*region.inputs), weights)
+    return BackwardMemory(
+        _Backward(region, is_plain=is_plain).peak(), graph.nbytes(*given, *added_to), graph.nbytes(*region.inputs), weights
+    )
 
 
 def gradient_levels(graph: LayerGraph) -> list[int]:
@@ -86,8 +91,8 @@ class _Buffer:
 class _Backward:
     """The gradients of one region while its backward pass goes on."""
 
-    def __init__(self, region: RegionAgain, *, is_region: bool = True):
-        self.region, self.graph, self.is_region = region, region.graph, is_region
+    def __init__(self, region: RegionAgain, *, is_region: bool = True, is_plain: bool = False):
+        self.region, self.graph, self.is_region, self.is_plain = region, region.graph, is_region, is_plain
         self.gradients: dict[str, tuple[_Buffer, ...]] = {}
         """Tensor -> the buffers that its gradient is in, or is the sum of; none if it is in what is given or returned."""
         self.buffers: list[_Buffer] = [
@@ -104,8 +109,8 @@ class _Backward:
             self.buffers.append(_Buffer(held, 0, region.phase(position, 1)))
             if copied:
                 self.buffers.append(_Buffer(copied, region.phase(position, 0), region.phase(position, 1)))
-            if layer.places_bytes and self.is_region:
-                self.note_places(layer, position)
+            if notes := self.places_bytes(layer):
+                self.note_places(layer, position, notes)
             crossing = (t for t in layer.outputs if region.is_crossing(t) and graph.tensors[t].is_differentiable)
             self.gradients.update(dict.fromkeys(crossing, ()))
         for position in range(region.last, region.first - 1, -1):
@@ -115,10 +120,13 @@ class _Backward:
             buffer.end = last if buffer.users else buffer.end
         return self.most_at_once()
 
-    def note_places(self, layer: LayerCall, position: int) -> None:
+    def places_bytes(self, layer: LayerCall) -> int:
+        return (layer.places_bytes if self.is_plain else layer.region_places_bytes) * self.is_region
+
+    def note_places(self, layer: LayerCall, position: int, notes: int) -> None:
         """Of max pooling: together with what it pools, if that is made again, else in its own backward step."""
-        phase, notes = self.region.phase(position, 1), layer.places_bytes
-        if self.is_made_again(*layer.inputs):
+        phase = self.region.phase(position, 1)
+        if self.is_made_again(*layer.inputs) and not self.is_plain:  # plain Keras' forward pass is over long before
             made_later = (t for t in self.region.needed_until if self.graph.producer[t] > position)
             self.buffers += [_Buffer(notes, 0, phase), _Buffer(max(0, notes - self.graph.nbytes(*made_later)), 0, 0)]
         else:
@@ -168,7 +176,7 @@ class _Backward:
             self.set(tensor, there or sources, phase)
         elif not there:
             # Zeros, to which a pooling layer's gradient is added, are written together with what it pools.
-            is_there = layer.places_bytes > 0 and self.is_region and self.is_made_again(tensor)
+            is_there = self.places_bytes(layer) > 0 and self.is_made_again(tensor) and not self.is_plain
             self.set(tensor, (self.new(tensor, 0 if is_there else phase),), phase)
 
     def set(self, tensor: str, buffers: Sequence[_Buffer], phase: int) -> None:

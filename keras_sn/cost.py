@@ -17,6 +17,8 @@ from keras_sn.steps import BACKWARD, Step
 Rates = tuple[tuple[int, float], ...]
 """Pairs of a contraction length and a rate in flop/s, the lengths ascending."""
 
+LOW_PRECISION = ("float16", "bfloat16")
+
 MAY_BE_ZERO = ("launch_seconds", "host_seconds_per_step", "host_seconds_per_variable", "host_seconds_per_kernel")
 
 REGION_LAUNCHES = 10
@@ -54,6 +56,8 @@ class CostModel:
     """Whether the device computes while it copies."""
     matrix_rates: Rates = ()
     """None given: `flops_per_second`."""
+    low_precision_speedup: float = 1.0
+    """How many times more products a second are made of float16 or bfloat16 numbers."""
     host_seconds_per_step: float = 0.0
     """What the host takes for a training step while the device waits."""
     host_seconds_per_variable: float = 0.0
@@ -108,13 +112,15 @@ class CostModel:
         if layer.is_convolution:
             rates = (is_backward and self.convolution_backward_rates) or self.convolution_rates
         made = sum(prod(graph.tensors[tensor].shape) for tensor in layer.outputs)
+        is_low = layer.is_costly and any(graph.tensors[tensor].dtype in LOW_PRECISION for tensor in layer.outputs)
+        speedup = self.low_precision_speedup if is_low else 1.0
         if not rates or not made or not layer.flops:
-            return self.flops_per_second
+            return speedup * self.flops_per_second
         # What a layer of several products holds inside is made of products too.
         made *= max(1.0, layer.internal_bytes / graph.nbytes(*layer.outputs))
         contraction = layer.flops / (2 * made)  # a multiplication and an addition each
         lengths, found = zip(*rates, strict=True)
-        return float(np.interp(log(contraction), [log(length) for length in lengths], found))
+        return speedup * float(np.interp(log(contraction), [log(length) for length in lengths], found))
 
 
 ON_GPU = CostModel(
@@ -124,6 +130,7 @@ ON_GPU = CostModel(
     launch_seconds=2e-6,
     convolution_rates=((576, 2.0e14),),
     convolution_backward_rates=((576, 1.2e14),),
+    low_precision_speedup=2.0,
     host_seconds_per_step=2.5e-3,
     host_seconds_per_variable=1e-5,
     host_seconds_per_kernel=8.5e-6,

@@ -96,7 +96,9 @@ def measure(sizes: Sizes, device: str) -> CostModel:
     with tf.init_scope(), tf.device(device):
         matrix_rates = tuple((length, matrix_rate(length, sizes)) for length in sizes.matrices)
         lengths = [one.channels * one.kernel**2 for one in sizes.convolutions]
-        forward, backward = zip(*(convolution_rates(one, sizes) for one in sizes.convolutions), strict=True)
+        rates = [convolution_rates(one, sizes) for one in sizes.convolutions]
+        forward, backward = zip(*rates, strict=True)
+        middle = len(rates) // 2
         return CostModel(
             flops_per_second=matrix_rates[-1][1],
             bytes_per_second=memory_rate(sizes),
@@ -105,6 +107,7 @@ def measure(sizes: Sizes, device: str) -> CostModel:
             convolution_rates=tuple(zip(lengths, forward, strict=True)),
             convolution_backward_rates=tuple(zip(lengths, backward, strict=True)),
             matrix_rates=matrix_rates,
+            low_precision_speedup=speedup(rates[middle], convolution_rates(sizes.convolutions[middle], sizes, "bfloat16")),
             # Read off the traces of four networks' steps. What small functions take is several times that.
             host_seconds_per_step=ON_GPU.host_seconds_per_step,
             host_seconds_per_variable=ON_GPU.host_seconds_per_variable,
@@ -123,10 +126,10 @@ def matrix_rate(length: int, sizes: Sizes) -> float:
     return flops / _round_seconds(sizes, all_three, _random(sizes.rows, length), _random(length, length))
 
 
-def convolution_rates(one: Convolution, sizes: Sizes) -> tuple[float, float]:
-    """Of a compiled float32 convolution, and of its two gradients together, in flop/s."""
-    images = _random(*({"N": one.batch, "C": one.channels}.get(axis, one.pixels) for axis in one.data_format))
-    kernel = _random(one.kernel, one.kernel, one.channels, one.channels)
+def convolution_rates(one: Convolution, sizes: Sizes, dtype: str = "float32") -> tuple[float, float]:
+    """Of a compiled convolution, and of its two gradients together, in flop/s."""
+    images = _random(*({"N": one.batch, "C": one.channels}.get(axis, one.pixels) for axis in one.data_format), dtype=dtype)
+    kernel = _random(one.kernel, one.kernel, one.channels, one.channels, dtype=dtype)
     how = {"strides": [1, 1, 1, 1], "padding": "SAME", "data_format": one.data_format}
     scale = 1 / one.channels / one.kernel**2  # divided, the numbers stay near 1
 
@@ -145,6 +148,12 @@ def convolution_rates(one: Convolution, sizes: Sizes) -> tuple[float, float]:
     alone = _round_seconds(replace(sizes, rounds=3 * sizes.rounds), forward, images, kernel)
     together = _round_seconds(sizes, all_three, images, kernel)
     return flops / alone, 2 * flops / max(together - alone, 1e-9)
+
+
+def speedup(slower: tuple[float, float], faster: tuple[float, float]) -> float:
+    """How much sooner a convolution with its two gradients is done, by what `convolution_rates` says of either."""
+    slow, fast = (1 / forward + 2 / backward for forward, backward in (slower, faster))
+    return slow / fast
 
 
 def memory_rate(sizes: Sizes) -> float:
@@ -185,9 +194,9 @@ def launch_seconds(sizes: Sizes) -> float:
     return _seconds(sizes, product, _random(64, 64) / 8) / sizes.chain_length  # divided, the products stay near 1
 
 
-def _random(*shape: int) -> Any:
+def _random(*shape: int, dtype: str = "float32") -> Any:
     # Zeros draw less power, so a GPU would clock higher than in training. Stateless: the user's seeds stay untouched.
-    return tf.random.stateless_normal(shape, seed=(0, 0))
+    return tf.random.stateless_normal(shape, seed=(0, 0), dtype=dtype)
 
 
 def _round_seconds(sizes: Sizes, compute: Callable[[Any, Any], tuple[Any, Any]], x: Any, w: Any) -> float:

@@ -66,6 +66,8 @@ class LayerCall:
     """Of `fused_internal_bytes`, copies in another layout, which a compiled region makes for the backward step alone."""
     places_bytes: int = 0
     """Where XLA notes the places of the maxima that it takes (max pooling), for the backward step."""
+    region_places_bytes: int = 0
+    """The same in a region's backward function, which may do without."""
     statistics_bytes: int = 0
     """Sums over the batch that wait for its recomputation, which need not compute them again."""
     is_convolution: bool = False

@@ -213,6 +213,7 @@ def layer_call_of(call: TracedCall, specs: dict[str, TensorSpec], seen: set[int]
         draws=traits.draws,
         copied_bytes=traits.copied_bytes,
         places_bytes=traits.places_bytes,
+        region_places_bytes=traits.region_places_bytes,
         statistics_bytes=traits.statistics_bytes,
         gradient_in_place=traits.gradient_in_place,
         reads_only_shapes=reads_only_shapes(call.operation),

@@ -14,6 +14,7 @@ from keras import layers as L
 
 from keras_sn.activation_rules import ACTIVATION_LAYER_RULES, activation_of
 from keras_sn.graph import DTYPE_BYTES, TensorSpec
+from keras_sn.max_pooling import is_fused
 from keras_sn.op_graph import contracted_size
 from keras_sn.traits import BuiltInRule, LayerTraits, elements, total_bytes
 
@@ -196,9 +197,11 @@ def _pooling(layer, inputs, outputs):
     if layer.data_format == "channels_first":
         return None
     reads = isinstance(layer, (L.MaxPooling1D, L.MaxPooling2D, L.MaxPooling3D))
-    # A number for each axis.
-    places = reads * len(outputs[0].shape) * elements(outputs) * _FLOAT_BYTES
-    return LayerTraits(reads, reads, elements(outputs) * prod(layer.pool_size), places_bytes=places)
+    places = reads * len(outputs[0].shape) * elements(outputs) * _FLOAT_BYTES  # a number for each axis
+    of_regions = 0 if is_fused(layer, inputs[0].shape, inputs[0].dtype) else places
+    return LayerTraits(
+        reads, reads, elements(outputs) * prod(layer.pool_size), places_bytes=places, region_places_bytes=of_regions
+    )
 
 
 @_rule(L.ActivityRegularization)

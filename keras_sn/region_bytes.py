@@ -81,7 +81,7 @@ class _Counting:
             scratch = graph.nbytes(*layer.inputs, *layer.outputs) * layer.is_convolution
             peak = max(peak, held + weights + gradients[graph.position[layer.name]] + scratch)
             forward = max(forward, own + (0 if region.recompute else held))
-        compiled = backward_memory(graph, layers, self.saved) if graph.is_compiled else None
+        compiled = backward_memory(graph, layers, self.saved, is_plain=not region.recompute) if graph.is_compiled else None
         if compiled:
             # What is kept is no function of its own, and weights are updated while its backward pass goes on.
             peak = compiled.total - compiled.of_weights * (not region.recompute and graph.updates_in_backward)

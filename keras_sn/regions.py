@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_sn import keras_internals, op_graph
+from keras_sn import keras_internals, max_pooling, op_graph
 from keras_sn.batch_statistics import batch_statistics
 from keras_sn.bodies import BorrowedWeights, RegionBody
 from keras_sn.compiling import BackgroundCompiler, CompiledFunction
@@ -144,6 +144,8 @@ class RegionFunction:
                 looked_at = _no_draws_of_tensorflow(call) if self.mode != EAGER else nullcontext()
                 with looked_at, keras_internals.weights_used() as used:
                     outputs = _run(call, tensors)
+                if self.mode == XLA:
+                    outputs = _with_fused_gradients(call, tensors, outputs)
                 if used:
                     self._borrowed.append((call, used))
                 for name in (one for one in call.inputs if one in body.in_turn):  # See Note: [In turn]
@@ -197,6 +199,13 @@ def _run(call: TracedCall, tensors: dict[str, Any]) -> list[Any]:
 
     with tf.variable_creator_scope(refuse):
         return call.run(tensors)
+
+
+def _with_fused_gradients(call: TracedCall, tensors: dict[str, Any], outputs: list[Any]) -> list[Any]:
+    x = tensors[call.inputs[0]] if call.inputs else None
+    if x is None or not max_pooling.is_fused(call.operation, x.shape, x.dtype.name):
+        return outputs
+    return [keras_internals.with_mask_of(max_pooling.with_fused_gradient(call.operation, x, y), y) for y in outputs]
 
 
 @contextmanager

@@ -27,6 +27,8 @@ class LayerTraits:
     """Of `fused_internal_bytes`, copies in another layout, which a compiled region makes for the backward step alone."""
     places_bytes: int = 0
     """Where XLA notes the places of the maxima, for a backward step that hands its gradient to them, in bytes."""
+    region_places_bytes: int = 0
+    """The same in a region's backward function, whose gradient of max pooling may be another (see `max_pooling`)."""
     statistics_bytes: int = 0
     """Sums over the batch that a recomputation is given, in bytes: it need not compute them again."""
     is_costly: bool = False

@@ -184,7 +184,7 @@ def test_a_graph_without_layer_calls_has_no_gradients():
 def pooled(network: Network, name: str, source: str) -> str:
     """Max pooling by 2: a quarter of the numbers, and for each of them four numbers for the place of its maximum."""
     size = network.sizes[source]
-    return network.add(name, source, size / 4, saved_for_backward=(source, name), places_bytes=round(size * MB))
+    return network.add(name, source, size / 4, saved_for_backward=(source, name), region_places_bytes=round(size * MB))
 
 
 def test_max_pooling_alone_notes_places_twice():
@@ -194,6 +194,15 @@ def test_max_pooling_alone_notes_places_twice():
     pooled(network, "pool", "before")
     network.concatenation("end", network.convolution("after", "pool", 134) + " before")
     assert of_region(network, "pool", "pool", "before pool") == pytest.approx([1074, 537, 671], abs=1)
+
+
+def test_plain_keras_notes_places_where_regions_do_not():
+    network = Network(x=25)
+    network.add("pool", "x", 6, saved_for_backward=("x", "pool"), places_bytes=round(25 * MB))
+    network.convolution("end", "pool", 6)
+    graph = network.graph()
+    region, plain = (backward_memory(graph, graph.layers, frozenset("x"), is_plain=one).inside for one in (False, True))
+    assert plain - region == pytest.approx(25 * MB, rel=0.02)
 
 
 def test_max_pooling_of_what_is_saved_notes_places_in_its_backward_step():

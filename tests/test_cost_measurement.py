@@ -120,7 +120,7 @@ def test_it_gives_its_memory_back(monkeypatch):
 
     monkeypatch.setattr(tf.random, "stateless_normal", remember)
     measure(TINY, "/CPU:1")
-    assert len(made) == 2 * len(TINY.matrices) + 2 * len(TINY.convolutions) + 2 + TINY.copied_blocks
+    assert len(made) == 2 * len(TINY.matrices) + 2 * (len(TINY.convolutions) + 1) + 2 + TINY.copied_blocks
     assert not [one for one in made if one() is not None]
 
 
@@ -153,6 +153,18 @@ def test_rates_count_what_is_computed(monkeypatch):
     assert cost_measurement.launch_seconds(TINY) == 2 / 3
     flops = 2 * (2 * 4 * 4 * 5) * (3 * 3 * 5)
     assert cost_measurement.convolution_rates(Convolution(2, 4, 5, 3), TINY) == (flops / 3, 2 * flops / 4)
+
+
+def test_the_speedup_is_that_of_all_three_convolutions():
+    assert cost_measurement.speedup((3.0, 2.0), (6.0, 4.0)) == pytest.approx(2)
+    assert cost_measurement.speedup((1.0, 1.0), (1.0, 2.0)) == pytest.approx(3 / 2)
+
+
+def test_low_precision_is_measured_in_low_precision(monkeypatch):
+    dtypes = []
+    monkeypatch.setattr(cost_measurement, "_round_seconds", lambda sizes, compute, x, w: dtypes.append((x.dtype, w.dtype)) or 1.0)
+    cost_measurement.convolution_rates(TINY.convolutions[0], TINY, "bfloat16")
+    assert dtypes == [(tf.bfloat16, tf.bfloat16)] * 2
 
 
 def test_a_round_is_what_more_of_them_take(monkeypatch):
@@ -301,6 +313,7 @@ def test_a_real_gpu(tmp_path):
     assert row["same"]
     assert 1e12 < row["flops_per_second"] < 2e15
     assert all(1e12 < rate < 2e15 for _, rate in [*row["convolution_rates"], *row["matrix_rates"]])
+    assert 1 < row["low_precision_speedup"] < 4
     assert 1e-5 < row["host_seconds_per_step"] < 1e-2
     assert 0 < row["host_seconds_per_variable"] < 1e-4
     assert 1e11 < row["bytes_per_second"] < 2e13

