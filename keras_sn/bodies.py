@@ -33,6 +33,14 @@ class BorrowedWeights(UnsupportedModelError):
         return error
 
 
+class UsesGlobalSeed(UnsupportedModelError):
+    """A layer draws from Keras' global seed, whose state becomes one of the region's."""
+
+    def __init__(self, state: keras.Variable):
+        super().__init__("A layer makes an unseeded `keras.random` call, which uses the global seed.")
+        self.state = state
+
+
 @dataclass(frozen=True, eq=False)
 class RegionBody:
     """The layer calls of one region with the variables and tensors that they use."""
@@ -46,7 +54,7 @@ class RegionBody:
     autocast_dtype: str | None
     """The model's compute dtype if it differs from its variables', else None."""
     borrowed: tuple[keras.Variable, ...] = ()
-    """Weights that its layers use and do not own (a function may close over another layer)."""
+    """Variables that its layers use and do not own: functions close over layers, layers draw from the global seed."""
     unread: frozenset[str] = frozenset()
     """Those of its inputs whose values its backward function needs for nothing, and which are not saved."""
     in_turn: frozenset[str] = frozenset()

@@ -15,6 +15,7 @@ from keras.src.backend.common import global_state
 from keras.src.layers.layer import CallContext
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.sequential import Sequential
+from keras.src.random.seed_generator import global_seed_generator
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context, record
 from tensorflow.python.framework.config import is_op_determinism_enabled
@@ -263,6 +264,12 @@ def record_operation(outputs: Sequence[Any], inputs: Sequence[Any], gradient: Ca
     `tf.custom_gradient` tells them too, and also whoever differentiates the graph, and computes all gradients for everybody.
     """
     record.record_operation("Region", list(outputs), list(inputs), gradient)
+
+
+def global_seed_state() -> Any:
+    """The variable that unseeded `keras.random` calls draw from; the first one that asks for it makes it."""
+    with tf.init_scope():
+        return global_seed_generator().state
 
 
 def in_place_of(computed: Any, saved: Any) -> Any:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_sn import keras_internals, max_pooling, op_graph
 from keras_sn.batch_statistics import batch_statistics
-from keras_sn.bodies import BorrowedWeights, RegionBody
+from keras_sn.bodies import BorrowedWeights, RegionBody, UsesGlobalSeed
 from keras_sn.compiling import BackgroundCompiler, CompiledFunction
 from keras_sn.errors import UnsupportedModelError
 from keras_sn.layer_calls import TracedCall
@@ -180,10 +180,12 @@ class RegionFunction:
             raise BorrowedWeights.of(self._borrowed)
 
     def _check_no_foreign_updates(self, scope: keras.StatelessScope) -> None:
-        if keras_internals.updated_variable_ids(scope) - {id(variable) for variable in self.body.variables}:
+        foreign = keras_internals.updated_variable_ids(scope) - {id(variable) for variable in self.body.variables}
+        if foreign and foreign == {id(keras_internals.global_seed_state())}:
+            raise UsesGlobalSeed(keras_internals.global_seed_state())
+        if foreign:
             raise UnsupportedModelError(
-                "A layer updates a variable that it does not own (for example an unseeded `keras.random` call, which uses the "
-                "global seed). Make the variable or a `keras.random.SeedGenerator` an attribute of the layer. "
+                "A layer updates a variable that it does not own. Make the variable an attribute of the layer. "
                 f"Received: layer calls {self.body.describe()!r}"
             )
 

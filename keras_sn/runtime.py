@@ -10,10 +10,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_sn import keras_internals
-from keras_sn.bodies import BorrowedWeights, RegionBody, make_bodies
+from keras_sn.bodies import BorrowedWeights, RegionBody, UsesGlobalSeed, make_bodies
 from keras_sn.compiling import BackgroundCompiler
 from keras_sn.layer_calls import ModelTrace, variables_of
 from keras_sn.passes import Pass, PassResult, hand_on, is_float, masks_of, read_state, read_trainable
@@ -76,13 +77,10 @@ class PlanExecutor:
     def _run(self, mode: str, inputs: Sequence[Any]) -> PassResult:
         tensors = dict(zip(self.trace.graph.inputs, inputs, strict=True))
         one_pass = Pass(tensors, mode, self._recomputed, self.ties, len(self.plan.regions), self.plan.copy_window)
-        for index, region in enumerate(self.plan.regions):
+        for index in range(len(self.plan.regions)):
             body = self.bodies[index]
             one_pass.wait_for_copies(index, body.inputs)
-            if region.recompute:
-                self._run_recomputed(one_pass, index)
-            else:
-                _run_kept(one_pass, body, self._functions[mode][index])
+            self._run_region(one_pass, index)
             for name in set(body.inputs) - body.read_later:
                 del one_pass.tensors[name]  # in eager mode the name would keep it alive
         outputs = [one_pass.tensors[name] for name in self.trace.graph.outputs]
@@ -95,19 +93,29 @@ class PlanExecutor:
         is_kept = not self.plan.regions[index].recompute
         return self.library.function_for(self.bodies[index], mode, jit=self.jit, inline=is_kept)
 
-    def _run_recomputed(self, one_pass: Pass, index: int) -> None:
+    def _run_region(self, one_pass: Pass, index: int) -> None:
+        """Runs a region; once more if it turns out to use variables that its layers do not own."""
         region, functions = self.plan.regions[index], self._functions[one_pass.mode]
         try:
-            run_recomputed(one_pass, index, region, self.bodies[index], functions[index])
-        except BorrowedWeights as error:
-            known = {id(variable): variable for call in self.trace.calls for variable in variables_of(call.operation)}
-            with keras_internals.without_autocast():
-                borrowed = [v for v in known.values() if any(v.value is weight for weight in error.weights)]
-            if len(borrowed) < len(error.weights):
-                raise
-            self.bodies[index] = replace(self.bodies[index], borrowed=tuple(borrowed))
+            if region.recompute:
+                run_recomputed(one_pass, index, region, self.bodies[index], functions[index])
+            else:
+                _run_kept(one_pass, self.bodies[index], functions[index])
+        except (BorrowedWeights, UsesGlobalSeed) as error:
+            borrowed = (error.state,) if isinstance(error, UsesGlobalSeed) else self._owned_elsewhere(error)
+            body = self.bodies[index]
+            self.bodies[index] = replace(body, borrowed=(*body.borrowed, *borrowed))
             functions[index] = self._function(index, one_pass.mode)
-            run_recomputed(one_pass, index, region, self.bodies[index], functions[index])
+            self._run_region(one_pass, index)
+
+    def _owned_elsewhere(self, error: BorrowedWeights) -> tuple[keras.Variable, ...]:
+        """The variables of other layers that a region's layers use; if it is not known whose they are, the error is raised."""
+        known = {id(variable): variable for call in self.trace.calls for variable in variables_of(call.operation)}
+        with keras_internals.without_autocast():
+            borrowed = [v for v in known.values() if any(v.value is weight for weight in error.weights)]
+        if len(borrowed) < len(error.weights):
+            raise error
+        return tuple(borrowed)
 
 
 def _run_kept(one_pass: Pass, body: RegionBody, function: RegionFunction) -> None:

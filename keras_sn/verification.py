@@ -66,7 +66,7 @@ def _figures(model: Any, batch: tuple[Any, Any, Any]) -> Figures:
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
         return loss, keras.tree.flatten(outputs), tape.gradient(loss, model.trainable_variables)
 
-    with _restored([*model.variables, *model.metrics_variables]):
+    with _restored([*model.variables, *model.metrics_variables, keras_internals.global_seed_state()]):
         loss, outputs, gradients = run() if model.run_eagerly else tf.function(run, autograph=False)()
         pairs = zip(model.trainable_variables, gradients, strict=True)
         return {

@@ -48,6 +48,15 @@ def test_inputs_are_standardized(model):
     assert x.dtype == tf.float32
 
 
+def test_the_global_seed():
+    keras.utils.set_random_seed(5)
+    state = keras_internals.global_seed_state()
+    before = np.array(state)
+    assert keras_internals.global_seed_state() is state
+    keras.random.normal((1,))
+    assert not np.array_equal(state, before)
+
+
 def test_masks_and_scopes():
     x = tf.zeros((2, 3))
     assert keras_internals.get_mask(x) is None

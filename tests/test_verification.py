@@ -43,6 +43,19 @@ class Net(keras_sn.SNModel):
         return self.out(self.block(x, training=training))
 
 
+class Unseeded(L.Layer):
+    def call(self, x):
+        return x * keras.random.uniform(keras.ops.shape(x), dtype=x.dtype)
+
+
+def test_layers_that_draw_from_the_global_seed_are_verified():
+    inputs = keras.Input((6,))
+    model = keras_sn.SNModel(inputs, L.Dense(2)(Unseeded()(L.Dense(6)(inputs))), policy="recompute", verify="first_step")
+    model.compile("sgd", "mse", jit_compile=False)
+    keras.utils.set_random_seed(2)  # the seed is made anew
+    model.fit(X, Y, verbose=0)
+
+
 @pytest.mark.parametrize("feed", ["arrays", "generator", "train_on_batch"])
 def test_a_layer_that_changes_its_mind_is_named(feed):
     model = fickle()

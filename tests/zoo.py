@@ -160,6 +160,7 @@ ZOO = {
     "lambdas": ZooModel(cases.lambdas, floats(_VECTOR)),
     "operations": ZooModel(cases.operations, floats(_VECTOR)),
     "random_layers": ZooModel(cases.random_layers, classified(_IMAGE), _CLASSES),
+    "unseeded": ZooModel(cases.unseeded, floats(_VECTOR)),
     "control_flow": ZooModel(cases.control_flow, floats(_VECTOR)),
     "custom_gradients": ZooModel(cases.custom_gradients, floats(_VECTOR)),
     "several_dtypes": ZooModel(cases.several_dtypes, floats(_VECTOR), dtypes=FLOAT32),

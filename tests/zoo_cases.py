@@ -13,6 +13,7 @@ from zoo_layers import (
     Monitor,
     Rounded,
     TiedLogits,
+    UnseededJitter,
 )
 
 
@@ -117,6 +118,13 @@ def random_layers() -> keras.Model:
     x = L.GaussianDropout(0.2, name="mid_gaussian")(Jitter(name="mid_jitter")(x))
     x = L.AlphaDropout(0.1, name="mid_alpha")(x)
     return keras.Model(inputs, L.Dense(3, dtype="float32", name="head_dense")(L.Flatten(name="head_flat")(x)))
+
+
+def unseeded() -> keras.Model:
+    inputs, x = _start()
+    x = UnseededJitter(name="front_jitter")(x)
+    x = L.Dropout(0.2, name="mid_dropout")(L.Dense(6, activation="tanh", name="mid_dense")(x))
+    return _end(inputs, L.Dense(6, name="mid_last")(UnseededJitter(name="mid_jitter")(x)))
 
 
 def control_flow() -> keras.Model:

@@ -41,6 +41,15 @@ class Jitter(L.Layer):
 
 
 @_register
+class UnseededJitter(L.Layer):
+    """Draws twice from Keras' global seed."""
+
+    def call(self, x):
+        factor = keras.random.uniform(ops.shape(x), 0.9, 1.1, dtype=x.dtype)
+        return x * factor + keras.random.normal(ops.shape(x), stddev=0.1, dtype=x.dtype)
+
+
+@_register
 class Monitor(L.Layer):
     """Passes its input on and keeps a metric of it, and a count of its own."""
 
