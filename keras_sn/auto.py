@@ -17,22 +17,17 @@ from keras_sn.improve import improve, simple_drafts
 from keras_sn.plan import DEVICE, PLACES, Region
 from keras_sn.policies import keep_all
 from keras_sn.repeats import compiled_calls, equal_cuts_through, kinds, repeated
+from keras_sn.rooms import RoomSearch
 from keras_sn.search import RegionSearch
 from keras_sn.spans import SpanCosts
 from keras_sn.steps import RECOMPUTE
 
-ROUNDS = 6
-"""Searches, each with a room corrected by what the one before was off."""
-CLOSE = 0.01
-"""A peak that is less than this share below the room uses it well enough."""
-ALTERNATIVES = 3
 LARGE_GRAPH = 1_500
 """Layer calls; beyond them predicting a plan takes long enough to try fewer."""
 IMPROVED_GRAPH = 24
 """Layer calls; in a larger graph a local change makes too little difference for the time it takes."""
 TINY_GRAPH = 8
 """Layer calls; in so small a graph a bad choice of one region can cost much, so local search begins in several places."""
-HALVINGS = 9
 FORGETFUL_GRAPH = 800
 """Layer calls; in a larger graph it takes too long to try what may be forgotten."""
 SLOW, NOT_SO_SLOW = 1.25, 1.05
@@ -101,6 +96,10 @@ class Auto:
         return RegionSearch(self.spans, may_offload=self.host_bytes != 0)
 
     @cached_property
+    def rooms(self) -> RoomSearch:
+        return RoomSearch(self.spans, self.search, self.host_bytes, self._try_out, is_large=self.is_large)
+
+    @cached_property
     def on_device(self) -> "Auto":
         """The search for plans that send nothing to the host; asked too, so that none of its plans is missed."""
         return Auto(self.spans, host_bytes=0)
@@ -128,9 +127,9 @@ class Auto:
         return self._annealed(best, room_bytes) if len(self.graph.layers) > IMPROVED_GRAPH else best
 
     def _fastest(self, room_bytes: int) -> Candidate | None:
-        tried = [*self._within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
+        tried = [*self.rooms.within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
         if self.host_bytes != 0 and self._is_slow(tried, room_bytes):
-            tried += self._within(room_bytes, ahead=False)
+            tried += self.rooms.within(room_bytes, ahead=False)
         if self.is_tiny:
             tried += self._made_to_fit((one.draft for one in tried), room_bytes)
         found = self._improved(tried, room_bytes, lambda one: (one.seconds, one.peak_bytes))
@@ -173,7 +172,7 @@ class Auto:
         found = [best]
         for forced in cuts if runs else ():
             equal = Auto(SpanCosts(self.costs, forced), self.host_bytes)
-            found += [one for one in equal._within(room_bytes) if one.fits(room_bytes, self.host_bytes)]
+            found += [one for one in equal.rooms.within(room_bytes) if one.fits(room_bytes, self.host_bytes)]
         named = (one.seconds for one in self._named_within(room_bytes) if one.fits(room_bytes, self.host_bytes))
         allowed = min([(1 + NEARLY) * min(one.seconds for one in found), *named])
         nearly = [one for one in found if one.seconds <= allowed]
@@ -207,7 +206,7 @@ class Auto:
 
     @cached_property
     def _smallest(self) -> list[Candidate]:
-        found = self._improved(list(self._ever_smaller()), inf, lambda one: (one.peak_bytes, one.seconds))
+        found = self._improved(list(self.rooms.ever_smaller()), inf, lambda one: (one.peak_bytes, one.seconds))
         found += self._named_within(0)
         found += [] if self.host_bytes == 0 else self.on_device._smallest
         return [one for one in found if one.fits(inf, self.host_bytes)]
@@ -236,7 +235,7 @@ class Auto:
         """What would be best with a little more room."""
         for room in (int(share * room_bytes) for share in LARGER):
             relieved = self._made_to_fit(self.search.find(room, waiting_share=WAITING_SHARES[0]), room)
-            found = [one for one in (*self._within(room), *relieved) if one.fits(room, self.host_bytes)]
+            found = [one for one in (*self.rooms.within(room), *relieved) if one.fits(room, self.host_bytes)]
             best = self._descended(found, room).draft if found else None
             yield from [best] if best else []
 
@@ -254,47 +253,6 @@ class Auto:
     def _is_slow(self, found: Sequence[Candidate], room_bytes: int) -> bool:
         seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)
         return seconds >= SLOW * self.plain_seconds
-
-    def _within(self, room_bytes: int, *, ahead: bool = True) -> Iterator[Candidate]:
-        """Drafts whose predicted peaks come close to the room; the search itself knows them only roughly."""
-        room, low, high = float(room_bytes), 0.0, inf
-        for _ in range(ROUNDS // (1 + self.is_large)):
-            tried = [self._try_out(draft, room_bytes) for draft in self._find(int(room), ahead=ahead)]
-            yield from tried
-            off = room_bytes - min((one.peak_bytes for one in tried), default=0.95 * room_bytes)
-            if tried and 0 <= off < CLOSE * room_bytes:
-                return
-            low, high = (max(low, room), high) if off > 0 else (low, min(high, room))
-            room += off if off > 0 else 1.5 * off
-            if not low < room < high:
-                room = (low + high) / 2
-
-    def _ever_smaller(self) -> Iterator[Candidate]:
-        """Drafts for ever smaller rooms, until there are none."""
-        held = sum(layer.weight_bytes + layer.internal_bytes for layer in self.graph.layers)
-        low, high = 0, 3 * sum(self.spans.nbytes.values()) + held
-        for _ in range(HALVINGS):
-            middle = (low + high) // 2
-            tried = [self._try_out(draft, 0) for draft in self._find(middle)]
-            yield from tried
-            low, high = (low, middle) if tried else (middle, high)
-
-    def _find(self, room_bytes: int, *, ahead: bool = True) -> list[Draft]:
-        """Drafts for a room; where the host is short, a byte there gets a price that keeps enough of them away."""
-        count = 1 if self.is_large else ALTERNATIVES
-        found = self.search.find(room_bytes, count=count, ahead=ahead)
-        if self.host_bytes is None or not found or self._host_bytes(found[0]) <= self.host_bytes:
-            return found
-        price = self.costs.plain_seconds / (1 + sum(self.spans.nbytes.values()))
-        for _ in range(HALVINGS):
-            found = self.search.find(room_bytes, seconds_per_host_byte=price, count=count, ahead=ahead)
-            if self._host_bytes(found[0]) <= self.host_bytes:
-                break
-            price *= 4
-        return found
-
-    def _host_bytes(self, draft: Draft) -> int:
-        return self.graph.nbytes(*(tensor for tensor in draft.away if tensor in self.graph.producer))
 
     def _try_out(self, draft: Draft, room_bytes: float) -> Candidate:
         if (draft, room_bytes) not in self._tried:

@@ -11,7 +11,7 @@ LAYERS = [
     *("errors", "sizes", "graph", "fusion", "steps", "plan", "replays", "made_again", "backward_memory", "gradients"),
     *("region_bytes", "liveness", "recompute", "cache", "cost", "offload", "simulate", "paper_models", "cuts", "predict"),
     *("drafts", "timing", "candidates", "policies", "superneurons", "spans", "exact_spans", "labels", "search", "improve"),
-    *("forgetting", "annealing", "repeats", "auto", "schedule", "fixed_cuts", "planner", "order"),
+    *("forgetting", "annealing", "repeats", "rooms", "auto", "schedule", "fixed_cuts", "planner", "order"),
 ]
 """The modules that plan, in the order in which they may import one another."""
 FOREIGN = {"keras", "tensorflow", "scipy", "rich", "matplotlib", "psutil"}
