@@ -15,7 +15,6 @@ from keras_sn.forgetting import Fits, TryOut, descend, until_it_fits
 from keras_sn.graph import LayerGraph
 from keras_sn.improve import improve, simple_drafts
 from keras_sn.plan import DEVICE, PLACES, Region
-from keras_sn.policies import keep_all
 from keras_sn.repeats import compiled_calls, equal_cuts_through, kinds, repeated
 from keras_sn.rooms import RoomSearch
 from keras_sn.search import RegionSearch
@@ -87,11 +86,6 @@ class Auto:
         return len(self.graph.layers) <= TINY_GRAPH
 
     @cached_property
-    def plain_seconds(self) -> float:
-        """Of plain Keras, with the host's time for each kernel."""
-        return evaluate(self.costs, [keep_all(self.graph)], inf).seconds if self.graph.layers else 0.0
-
-    @cached_property
     def search(self) -> RegionSearch:
         return RegionSearch(self.spans, may_offload=self.host_bytes != 0)
 
@@ -153,7 +147,7 @@ class Auto:
     def _annealed(self, best: Candidate, room_bytes: int) -> Candidate:
         """The plan, or a faster one like it, where that is worth the time."""
         worth = NOT_SO_SLOW if len(self.graph.layers) <= RELAXED_GRAPH else SLOW
-        if best.draft is None or best.seconds < worth * self.plain_seconds:
+        if best.draft is None or best.seconds < worth * self.costs.plain_step_seconds:
             return best
         places = PLACES if self.host_bytes != 0 else (DEVICE, RECOMPUTE)
         return anneal(self.costs, best, room_bytes, places, *self._ways(room_bytes))
@@ -252,7 +246,7 @@ class Auto:
 
     def _is_slow(self, found: Sequence[Candidate], room_bytes: int) -> bool:
         seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)
-        return seconds >= SLOW * self.plain_seconds
+        return seconds >= SLOW * self.costs.plain_step_seconds
 
     def _try_out(self, draft: Draft, room_bytes: float) -> Candidate:
         if (draft, room_bytes) not in self._tried:

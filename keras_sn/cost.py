@@ -196,6 +196,11 @@ class StepCosts:
         return sum(self.forward) + sum(self.backward)
 
     @property
+    def plain_step_seconds(self) -> float:
+        """The same, or what the host takes to start its kernels, if that is longer."""
+        return max(self.plain_seconds, self.kernel_count * self.model.host_seconds_per_kernel)
+
+    @property
     def region_seconds(self) -> float:
         """What one more region costs, for its forward and its backward function together."""
         return 2 * REGION_LAUNCHES * self.model.launch_seconds

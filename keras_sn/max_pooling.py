@@ -74,7 +74,7 @@ def gradient(x: Any, dy: Any, window: Sequence[int], strides: Sequence[int]) -> 
     total, shape = tf.zeros((), dy.dtype), tf.shape(x)
     for index in reversed(range(len(places))):  # so that each number is added to in the order of the windows
         begin, end = slices[index]
-        there = tf.where(found == index, dy, tf.zeros((), dy.dtype))
+        there = tf.where(found == tf.constant(index, tf.int8), dy, tf.zeros((), dy.dtype))
         total += tf.raw_ops.StridedSliceGrad(
             shape=shape, begin=begin, end=end, strides=steps, dy=there, begin_mask=whole, end_mask=whole
         )
@@ -83,8 +83,8 @@ def gradient(x: Any, dy: Any, window: Sequence[int], strides: Sequence[int]) -> 
 
 def _first_of_largest(candidates: Sequence[Any]) -> Any:
     """Which candidate is taken, as XLA compares them, which passes over what is not a number."""
-    highest, found = candidates[0], tf.constant(0)
+    highest, found = candidates[0], tf.constant(0, tf.int8)
     for index, candidate in enumerate(candidates[1:], start=1):
         stays = highest >= candidate
-        highest, found = tf.where(stays, highest, candidate), tf.where(stays, found, index)
+        highest, found = tf.where(stays, highest, candidate), tf.where(stays, found, tf.constant(index, tf.int8))
     return found
