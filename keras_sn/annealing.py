@@ -34,6 +34,8 @@ def anneal(
     places: Sequence[str],
     try_out: TryOut,
     fits: Fits,
+    *,
+    seed: int = 0,
 ) -> Candidate:
     """Looks for a faster plan than one that fits, at plans like it.
 
@@ -44,8 +46,9 @@ def anneal(
         places: Where tensors may wait, of `plan.PLACES`.
         try_out: Predicts a draft.
         fits: Whether a candidate may be the result.
+        seed: Of the random changes.
     """
-    random, changes = Random(0), _Changes(costs, room_bytes, places)
+    random, changes = Random(seed), _Changes(costs, room_bytes, places)
 
     def score(one: Candidate) -> float:
         return one.seconds / start.seconds + PENALTY * max(0.0, one.peak_bytes / room_bytes - 1)

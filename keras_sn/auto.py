@@ -47,6 +47,9 @@ RELAXED_GRAPH = 100
 """Layer calls; in a larger graph it takes too long to look at what would be best with more room."""
 LARGER = (1.03, 1.07, 1.12)
 
+ANNEALINGS = 4
+"""One after the other, each from what the one before has found."""
+
 STARTS = 2
 """Plans that local search begins with."""
 
@@ -85,6 +88,10 @@ class Auto:
     def is_tiny(self) -> bool:
         return len(self.graph.layers) <= TINY_GRAPH
 
+    @property
+    def is_exact(self) -> bool:
+        return isinstance(self.spans, ExactSpanCosts)
+
     @cached_property
     def search(self) -> RegionSearch:
         return RegionSearch(self.spans, may_offload=self.host_bytes != 0)
@@ -100,25 +107,24 @@ class Auto:
 
     def cheapest(self, room_bytes: int) -> Candidate | None:
         """The fastest plan found whose activations and gradients take at most `room_bytes`; None if none fits."""
-        best = self._fastest(room_bytes)
-        found = [self._finished(best, room_bytes)] if best else []
+        fastest = self._fastest(room_bytes)
+        found = [fastest] if fastest else []
         if self.exactly and self._is_slow(found, room_bytes):
-            best = self.exactly.cheapest(room_bytes)
-            found += [best] if best else []
-        return min(found, key=lambda one: one.seconds, default=None) or self._of_smallest_at_any_price(room_bytes)
+            fastest = self.exactly._fastest(room_bytes)
+            found += [fastest] if fastest else []
+        best = min(found, key=lambda one: one.seconds, default=None)
+        if best is None:
+            return self._of_smallest_at_any_price(room_bytes)
+        if len(self.graph.layers) > REPEATED_GRAPH:
+            return self._of_equal_regions(best, room_bytes)
+        return self._annealed(best, room_bytes) if len(self.graph.layers) > IMPROVED_GRAPH else best
 
     @cached_property
     def exactly(self) -> "Auto | None":
         """The search for the same, with possible regions counted buffer by buffer; None where that is no use, or too slow."""
-        is_exact = isinstance(self.spans, ExactSpanCosts) or not self.graph.is_compiled
-        if is_exact or not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
+        if self.is_exact or not self.graph.is_compiled or not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
             return None
         return Auto(ExactSpanCosts(self.costs, self.spans.forced), self.host_bytes)
-
-    def _finished(self, best: Candidate, room_bytes: int) -> Candidate:
-        if len(self.graph.layers) > REPEATED_GRAPH:
-            return self._of_equal_regions(best, room_bytes)
-        return self._annealed(best, room_bytes) if len(self.graph.layers) > IMPROVED_GRAPH else best
 
     def _fastest(self, room_bytes: int) -> Candidate | None:
         tried = [*self.rooms.within(room_bytes), *(self._try_out(draft_of(self.graph, one), room_bytes) for one in self.named)]
@@ -150,7 +156,9 @@ class Auto:
         if best.draft is None or best.seconds < worth * self.costs.plain_step_seconds:
             return best
         places = PLACES if self.host_bytes != 0 else (DEVICE, RECOMPUTE)
-        return anneal(self.costs, best, room_bytes, places, *self._ways(room_bytes))
+        for seed in range(ANNEALINGS):
+            best = anneal(self.costs, best, room_bytes, places, *self._ways(room_bytes), seed=seed)
+        return best
 
     def _ways(self, room_bytes: float) -> tuple[TryOut, Fits]:
         """How searches from draft to draft predict one, and whether what comes of it may be the result."""
@@ -185,7 +193,7 @@ class Auto:
             return best
         draft: Draft | None = best.draft or draft_of(self.graph, best.regions)
         while draft is not None:
-            found = self._made_to_fit([draft], SMALLER * best.peak_bytes)
+            found = self._made_to_fit([draft], SMALLER * best.peak_bytes, thoroughly=True)
             best, draft = (found[0], found[0].draft) if found else (best, None)
         return best
 
@@ -196,7 +204,8 @@ class Auto:
             return None
         if smallest.draft is None or not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
             return smallest
-        return self._descended([self._annealed(self._descended([smallest], room_bytes), room_bytes)], room_bytes)
+        faster = self._annealed(self._descended([smallest], room_bytes, thoroughly=True), room_bytes)
+        return self._descended([faster], room_bytes, thoroughly=True)
 
     @cached_property
     def _smallest(self) -> list[Candidate]:
@@ -233,16 +242,18 @@ class Auto:
             best = self._descended(found, room).draft if found else None
             yield from [best] if best else []
 
-    def _made_to_fit(self, drafts: Iterable[Draft | None], room_bytes: float) -> list[Candidate]:
+    def _made_to_fit(self, drafts: Iterable[Draft | None], room_bytes: float, *, thoroughly: bool = False) -> list[Candidate]:
         """What comes of drafts, each once, that are changed until they fit."""
         (try_out, fits), may_offload = self._ways(room_bytes), self.host_bytes != 0
         different = dict.fromkeys(draft for draft in drafts if draft)
-        found = (until_it_fits(self.costs, draft, room_bytes, may_offload, try_out) for draft in different)
+        how = {"thoroughly": thoroughly or self.is_exact}
+        found = (until_it_fits(self.costs, draft, room_bytes, may_offload, try_out, **how) for draft in different)
         return [one for one in found if one and fits(one)]
 
-    def _descended(self, starts: Sequence[Candidate], room_bytes: float) -> Candidate:
+    def _descended(self, starts: Sequence[Candidate], room_bytes: float, *, thoroughly: bool = False) -> Candidate:
         """What comes of the fastest of some candidates that fit by changes that make it faster."""
-        return descend(self.costs, min(starts, key=lambda one: one.seconds), *self._ways(room_bytes))
+        best = min(starts, key=lambda one: one.seconds)
+        return descend(self.costs, best, *self._ways(room_bytes), thoroughly=thoroughly or self.is_exact)
 
     def _is_slow(self, found: Sequence[Candidate], room_bytes: int) -> bool:
         seconds = min((one.seconds for one in found if one.fits(room_bytes, self.host_bytes)), default=inf)

@@ -16,8 +16,8 @@ from keras_sn.plan import DEVICE, HOST
 from keras_sn.predict import region_at
 from keras_sn.steps import RECOMPUTE
 
-MAX_LOOKED_AT = 500_000
-"""Layer calls that all trials of one search together may look at: some ten seconds."""
+LOOKED_AT, THOROUGHLY = 100_000, 500_000
+"""Layer calls that all trials of one search together may look at: two or three seconds, ten or twenty."""
 
 DETOURS = 8
 """Changes that save nothing by themselves, but may make room for others that do."""
@@ -28,7 +28,9 @@ Move = Callable[[Draft], Draft | None]
 """A change to a draft; None where it does not apply any more."""
 
 
-def until_it_fits(costs: StepCosts, draft: Draft, room_bytes: float, may_offload: bool, try_out: TryOut) -> Candidate | None:
+def until_it_fits(
+    costs: StepCosts, draft: Draft, room_bytes: float, may_offload: bool, try_out: TryOut, *, thoroughly: bool = False
+) -> Candidate | None:
     """Makes that change which costs the fewest seconds for the bytes that it saves where there is no room, until there is room.
 
     Args:
@@ -37,16 +39,17 @@ def until_it_fits(costs: StepCosts, draft: Draft, room_bytes: float, may_offload
         room_bytes: What activations and their gradients may take on the device.
         may_offload: Whether tensors may go to the host.
         try_out: Predicts a draft.
+        thoroughly: Try more, and cut single layer calls out where nothing else helps.
 
     Returns:
         A candidate whose peak is at most `room_bytes`, or None.
     """
-    trials_left, detours_left = MAX_LOOKED_AT // max(1, len(costs.graph.layers)), DETOURS
+    trials_left, detours_left = _trials(costs, thoroughly), DETOURS
     best, seen = try_out(draft), {draft}
     while best.peak_bytes > room_bytes:
         missing = _missing_bytes(best, room_bytes)
         saved, better = [], []
-        for moves in (_relieving(costs, best, may_offload), _isolating(best)):
+        for moves in (_relieving(costs, best, may_offload), *([_isolating(best)] if thoroughly else [])):
             moves = [move for move in moves if move not in seen]
             trials_left -= len(moves)
             tried = [try_out(move) for move in moves] if trials_left > 0 else []
@@ -60,6 +63,10 @@ def until_it_fits(costs: StepCosts, draft: Draft, room_bytes: float, may_offload
         best = min(better, key=lambda pair: pair[0])[1] if better else max(saved, key=lambda pair: pair[0])[1]
         seen.add(best.draft)
     return best
+
+
+def _trials(costs: StepCosts, thoroughly: bool) -> int:
+    return (THOROUGHLY if thoroughly else LOOKED_AT) // max(1, len(costs.graph.layers))
 
 
 def _missing_bytes(candidate: Candidate, room_bytes: float) -> float:
@@ -94,9 +101,9 @@ def _isolating(candidate: Candidate) -> Iterator[Draft]:
         yield with_cut(with_cut(draft, before), end)
 
 
-def descend(costs: StepCosts, best: Candidate, try_out: TryOut, fits: Fits) -> Candidate:
+def descend(costs: StepCosts, best: Candidate, try_out: TryOut, fits: Fits, *, thoroughly: bool = False) -> Candidate:
     """Joins and cuts regions and moves what waits, one at a time, as long as that makes a plan faster and it still fits."""
-    trials_left = MAX_LOOKED_AT // max(1, len(costs.graph.layers))
+    trials_left = _trials(costs, thoroughly)
     changed = True
     while changed:
         changed = False
