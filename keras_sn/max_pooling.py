@@ -2,6 +2,7 @@
 
 XLA on a GPU writes down where each maximum is (a number for each axis), puts these numbers in another order and adds to zeros:
 up to four times what is pooled, at the widest tensors of a network. Here each window is looked at again where its gradient goes.
+Where windows overlap, that adds up in the order of the windows, as XLA does on a CPU; on a GPU it adds in any order.
 """
 
 from collections.abc import Sequence
