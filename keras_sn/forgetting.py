@@ -93,6 +93,7 @@ def _relieving(costs: StepCosts, candidate: Candidate, may_offload: bool) -> Ite
 
 
 def _isolating(candidate: Candidate) -> Iterator[Draft]:
+    """Drafts in which a layer call of the region at the peak, which may hold more than all others, is a region of its own."""
     draft, levels = candidate.draft, candidate.prediction.levels
     if draft is None:
         return

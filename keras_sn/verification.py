@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sn import keras_internals
-from keras_sn.errors import VerificationError
+from keras_sn.errors import UnsupportedModelError, VerificationError
 from keras_sn.layer_calls import TracedCall
 from keras_sn.log import log
 from keras_sn.passes import assign_all
@@ -35,10 +35,17 @@ def verify_first_step(model: Any, calls: Sequence[TracedCall], batch: tuple[Any,
         batch: `(x, y, sample_weight)`.
 
     Raises:
+        UnsupportedModelError: It is called in the scope of a `tf.distribute` strategy.
         VerificationError: The loss, an output, a gradient or a new state differs; the message names the first layer that does.
     """
     if model.plan is None or model.plan.is_plain:
         return
+    if tf.distribute.has_strategy():
+        raise UnsupportedModelError(
+            "`verify` runs a step without replicas, which the scope of a `tf.distribute` strategy does not allow. Make and "
+            "compile the model in the scope, and call `fit` after it. "
+            f"Received: {type(tf.distribute.get_strategy()).__name__}"
+        )
     with model.plan_set_aside():
         plain = _figures(model, batch)
     planned = _figures(model, batch)

@@ -3,10 +3,11 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers as L
 
 import keras_sn
-from keras_sn.errors import PlanError, VerificationError
+from keras_sn.errors import PlanError, UnsupportedModelError, VerificationError
 
 RANDOM = np.random.default_rng(3)
 X, Y = RANDOM.normal(size=(8, 6)).astype("float32"), RANDOM.normal(size=(8, 2)).astype("float32")
@@ -54,6 +55,20 @@ def test_layers_that_draw_from_the_global_seed_are_verified():
     model.compile("sgd", "mse", jit_compile=False)
     keras.utils.set_random_seed(2)  # the seed is made anew
     model.fit(X, Y, verbose=0)
+
+
+def test_replicas_are_verified(caplog):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        inputs = keras.Input((6,))
+        x = L.Dropout(0.2)(L.BatchNormalization()(L.Dense(6)(inputs)))
+        model = keras_sn.SNModel(inputs, L.Dense(2)(x), policy="recompute", verify="first_step")
+        model.compile("sgd", "mse", jit_compile=False)
+    with strategy.scope(), pytest.raises(UnsupportedModelError, match=r"call `fit` after it. Received: MirroredStrategy"):
+        model.fit(X, Y, verbose=0)
+    with caplog.at_level("INFO", "keras_sn"):
+        model.fit(X, Y, verbose=0)
+    assert "verified" in caplog.text
 
 
 @pytest.mark.parametrize("feed", ["arrays", "generator", "train_on_batch"])
