@@ -89,6 +89,11 @@ class Auto:
         return len(self.graph.layers) <= TINY_GRAPH
 
     @property
+    def is_middling(self) -> bool:
+        """Whether the graph is too large for local search, and small enough for many changes to be tried."""
+        return IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH
+
+    @property
     def is_exact(self) -> bool:
         return isinstance(self.spans, ExactSpanCosts)
 
@@ -122,7 +127,7 @@ class Auto:
     @cached_property
     def exactly(self) -> "Auto | None":
         """The search for the same, with possible regions counted buffer by buffer; None where that is no use, or too slow."""
-        if self.is_exact or not self.graph.is_compiled or not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
+        if not self.graph.is_compiled or not self.is_middling:
             return None
         return Auto(ExactSpanCosts(self.costs, self.spans.forced), self.host_bytes)
 
@@ -202,7 +207,7 @@ class Auto:
         smallest = self.smallest_at_any_price
         if not smallest.fits(room_bytes, self.host_bytes):
             return None
-        if smallest.draft is None or not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH:
+        if smallest.draft is None or not self.is_middling:
             return smallest
         faster = self._annealed(self._descended([smallest], room_bytes, thoroughly=True), room_bytes)
         return self._descended([faster], room_bytes, thoroughly=True)
@@ -222,7 +227,7 @@ class Auto:
 
     def _with_less_waiting(self, room_bytes: int, found: Sequence[Candidate]) -> Iterator[Candidate]:
         """Plans in which tensors between regions wait on the host or nowhere, where the plans found so far are slow."""
-        if not IMPROVED_GRAPH < len(self.graph.layers) <= FORGETFUL_GRAPH or not self._is_slow(found, room_bytes):
+        if not self.is_middling or not self._is_slow(found, room_bytes):
             return
         drafts = [draft for share in WAITING_SHARES for draft in self.search.find(room_bytes, waiting_share=share)]
         found_here = [one for one in self._smallest if one.draft]  # not another policy's, from which less can be won
@@ -244,10 +249,9 @@ class Auto:
 
     def _made_to_fit(self, drafts: Iterable[Draft | None], room_bytes: float, *, thoroughly: bool = False) -> list[Candidate]:
         """What comes of drafts, each once, that are changed until they fit."""
-        (try_out, fits), may_offload = self._ways(room_bytes), self.host_bytes != 0
+        (try_out, fits), may_offload, thoroughly = self._ways(room_bytes), self.host_bytes != 0, thoroughly or self.is_exact
         different = dict.fromkeys(draft for draft in drafts if draft)
-        how = {"thoroughly": thoroughly or self.is_exact}
-        found = (until_it_fits(self.costs, draft, room_bytes, may_offload, try_out, **how) for draft in different)
+        found = (until_it_fits(self.costs, draft, room_bytes, may_offload, try_out, thoroughly=thoroughly) for draft in different)
         return [one for one in found if one and fits(one)]
 
     def _descended(self, starts: Sequence[Candidate], room_bytes: float, *, thoroughly: bool = False) -> Candidate:

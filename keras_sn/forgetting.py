@@ -76,10 +76,9 @@ def _missing_bytes(candidate: Candidate, room_bytes: float) -> float:
 
 def _relieving(costs: StepCosts, candidate: Candidate, may_offload: bool) -> Iterator[Draft]:
     """Drafts in which less is there at the peak: something waits elsewhere, or the region there is cut in two."""
-    draft, levels = candidate.draft, candidate.prediction.levels
+    draft, region = candidate.draft, _at_peak(candidate)
     if draft is None:
         return
-    region = region_at(levels.index(max(levels)), len(candidate.regions))
     read_early = {one.tensor for other in candidate.regions[:region] for one in other.saved if one.tier == DEVICE}
     read_late = {one.tensor for other in candidate.regions[region + 1 :] for one in other.saved if one.tier == DEVICE}
     for tensor in sorted((read_early | read_late) - draft.saved):
@@ -87,19 +86,23 @@ def _relieving(costs: StepCosts, candidate: Candidate, may_offload: bool) -> Ite
             yield with_place(draft, tensor, RECOMPUTE)
             if may_offload:
                 yield with_place(draft, tensor, HOST)
-    inside = list(runs(draft.ends)[region])[:-1]
-    for end in inside:
+    for end in runs(draft.ends)[region][:-1]:
         yield with_cut(draft, end)
 
 
 def _isolating(candidate: Candidate) -> Iterator[Draft]:
     """Drafts in which a layer call of the region at the peak, which may hold more than all others, is a region of its own."""
-    draft, levels = candidate.draft, candidate.prediction.levels
+    draft = candidate.draft
     if draft is None:
         return
-    region = region_at(levels.index(max(levels)), len(candidate.regions))
-    for before, end in pairwise(list(runs(draft.ends)[region])[:-1]):
+    for before, end in pairwise(runs(draft.ends)[_at_peak(candidate)][:-1]):
         yield with_cut(with_cut(draft, before), end)
+
+
+def _at_peak(candidate: Candidate) -> int:
+    """The region that runs when most is there."""
+    levels = candidate.prediction.levels
+    return region_at(levels.index(max(levels)), len(candidate.regions))
 
 
 def descend(costs: StepCosts, best: Candidate, try_out: TryOut, fits: Fits, *, thoroughly: bool = False) -> Candidate:

@@ -12,9 +12,9 @@ from typing import Any
 import keras
 from keras import layers as L
 
+from keras_sn import max_pooling
 from keras_sn.activation_rules import ACTIVATION_LAYER_RULES, activation_of
 from keras_sn.graph import DTYPE_BYTES, TensorSpec
-from keras_sn.max_pooling import is_fused
 from keras_sn.op_graph import contracted_size
 from keras_sn.traits import BuiltInRule, LayerTraits, elements, total_bytes
 
@@ -196,9 +196,9 @@ def _global_max_pooling(layer, inputs, outputs):
 def _pooling(layer, inputs, outputs):
     if layer.data_format == "channels_first":
         return None
-    reads = isinstance(layer, (L.MaxPooling1D, L.MaxPooling2D, L.MaxPooling3D))
+    reads = isinstance(layer, max_pooling.LAYERS)
     places = reads * len(outputs[0].shape) * elements(outputs) * _FLOAT_BYTES  # a number for each axis
-    of_regions = 0 if is_fused(layer, inputs[0].shape, inputs[0].dtype) else places
+    of_regions = 0 if max_pooling.is_fused(layer, inputs[0].shape, inputs[0].dtype) else places
     return LayerTraits(
         reads, reads, elements(outputs) * prod(layer.pool_size), places_bytes=places, region_places_bytes=of_regions
     )

@@ -1,8 +1,9 @@
 """The gradient of max pooling, bit for bit that of XLA's select-and-scatter, in operations that XLA fuses.
 
 XLA on a GPU writes down where each maximum is (a number for each axis), puts these numbers in another order and adds to zeros:
-up to four times what is pooled, at the widest tensors of a network. Here each window is looked at again where its gradient goes.
-Where windows overlap, that adds up in the order of the windows, as XLA does on a CPU; on a GPU it adds in any order.
+in windows of 2 x 2 twice the memory of what is pooled, at the widest tensors of a network. Here each window is looked at again
+where its gradient goes. Where windows overlap, that adds up in the order of the windows, as XLA does on a CPU; on a GPU XLA adds
+in any order.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ MOST_PLACES = 9
 """Of a window, whose places are all looked at for each number: 3 x 3."""
 _SUMMED = (tf.float32, tf.float64)
 """Where windows overlap, XLA may add others up in a wider type."""
-_CHANNELS_LAST = "channels_last"
 
 
 def is_fused(layer: Any, shape: Sequence[int | None], dtype: str) -> bool:
@@ -31,7 +31,7 @@ def is_fused(layer: Any, shape: Sequence[int | None], dtype: str) -> bool:
         shape: Of its input.
         dtype: Of its input.
     """
-    if type(layer) not in LAYERS or layer.data_format != _CHANNELS_LAST or layer.compute_dtype != dtype:
+    if type(layer) not in LAYERS or layer.data_format != "channels_last" or layer.compute_dtype != dtype:
         return False
     sizes = [size or 0 for size in shape[1:-1]]
     if 0 in sizes or prod(layer.pool_size) > MOST_PLACES:

@@ -181,13 +181,15 @@ class RegionFunction:
 
     def _check_no_foreign_updates(self, scope: keras.StatelessScope) -> None:
         foreign = keras_internals.updated_variable_ids(scope) - {id(variable) for variable in self.body.variables}
-        if foreign and foreign == {id(keras_internals.global_seed_state())}:
-            raise UsesGlobalSeed(keras_internals.global_seed_state())
-        if foreign:
-            raise UnsupportedModelError(
-                "A layer updates a variable that it does not own. Make the variable an attribute of the layer. "
-                f"Received: layer calls {self.body.describe()!r}"
-            )
+        if not foreign:
+            return
+        seed = keras_internals.global_seed_state()
+        if foreign == {id(seed)}:
+            raise UsesGlobalSeed(seed)
+        raise UnsupportedModelError(
+            "A layer updates a variable that it does not own. Make the variable an attribute of the layer. "
+            f"Received: layer calls {self.body.describe()!r}"
+        )
 
 
 def _run(call: TracedCall, tensors: dict[str, Any]) -> list[Any]:

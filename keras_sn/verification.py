@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sn import keras_internals
+from keras_sn.cost import LOW_PRECISION
 from keras_sn.errors import UnsupportedModelError, VerificationError
 from keras_sn.layer_calls import TracedCall
 from keras_sn.log import log
@@ -49,7 +50,7 @@ def verify_first_step(model: Any, calls: Sequence[TracedCall], batch: tuple[Any,
     with model.plan_set_aside():
         plain = _figures(model, batch)
     planned = _figures(model, batch)
-    is_half = any(keras.backend.standardize_dtype(layer.compute_dtype) in ("float16", "bfloat16") for layer in model.layers)
+    is_half = any(keras.backend.standardize_dtype(layer.compute_dtype) in LOW_PRECISION for layer in model.layers)
     tolerance = HALF_TOLERANCE if is_half else TOLERANCE
     wrong = next((what for what in plain if not _are_near(planned[what], plain[what], tolerance)), None)
     if wrong is None:
