@@ -1,24 +1,26 @@
 """What the first batch of a data set looks like, without taking it from the training loop."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 
-def first_batch(x: Any, batch_size: int | None, *, needs_shapes: bool) -> tuple[Any, Any]:
-    """Finds the inputs of the first batch that `fit(x, batch_size=...)` will see.
+def first_inputs(x: Any, batch_size: int | None, *, needs_shapes: bool) -> Any:
+    """What is known of the inputs of the first batch that `fit(x, batch_size=...)` will see, with nothing read.
+
+    Reading would load a batch, draw from the generator that shuffles, or take from what can be read but once.
 
     Args:
         x: What `fit` takes: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset`, a generator, a torch `DataLoader`.
         batch_size: The argument of `fit`.
-        needs_shapes: Whether the full shapes matter, and not the batch size alone. Nothing is read of a data set that says what
-            matters: reading loads a batch, and may draw from the generator that shuffles.
+        needs_shapes: Whether the full shapes matter, and not the batch size alone.
 
     Returns:
-        What to train on (`x` itself, or, of an iterator whose first batch had to be taken, one that starts with that batch), and
-        the inputs of the first batch, or specifications in their place.
+        The inputs, or specifications in their place; None if only the batch itself tells.
     """
     if isinstance(x, tf.data.Dataset):
         specs = tf.nest.flatten(x.element_spec)
@@ -26,21 +28,46 @@ def first_batch(x: Any, batch_size: int | None, *, needs_shapes: bool) -> tuple[
             is_known = all(spec.shape.is_fully_defined() for spec in specs)
         else:
             is_known = bool(specs[0].shape.rank) and specs[0].shape[0] is not None
-        if is_known:
-            return x, inputs_of_batch(x.element_spec)
-    if not needs_shapes and _is_torch_loader(x) and x.batch_size:
-        return x, tf.TensorSpec((x.batch_size,))
-    if not needs_shapes and _is_array(x):
-        return x, tf.TensorSpec((min(batch_size or 32, count_samples(x)),))
-    x, batch = _peeked(x, (x,), batch_size)
-    return x, inputs_of_batch(batch)
+        return inputs_of_batch(x.element_spec) if is_known else None
+    if _is_torch_loader(x):
+        return tf.TensorSpec((x.batch_size,)) if x.batch_size and not needs_shapes else None
+    if not _is_array(x):
+        return None
+    size = min(batch_size or 32, count_samples(x))
+    if not needs_shapes:
+        return tf.TensorSpec((size,))
+    return keras.tree.map_structure(lambda one: None if one is None else one[:size], x)
+
+
+def taken(iterator: Any, count: int) -> list[Any]:
+    """The next batches of an iterator, at most `count`.
+
+    Raises:
+        StopIteration: There is none.
+    """
+    return [next(iterator), *islice(iterator, count - 1)]
+
+
+def replayed(batches: Sequence[Any], iterator: Any) -> Any:
+    """An iterator over batches that were taken from another; a function that is traced for the one takes the other."""
+    if not isinstance(iterator, tf.data.Iterator):
+        return iter(batches)
+    data = functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, batches))
+    # By itself it would say the shapes of these very batches.
+    return iter(tf.data.experimental.from_variant(tf.data.experimental.to_variant(data), iterator.element_spec))
+
+
+def unpacked(batch: Any) -> tuple[Any, Any, Any]:
+    """`(x, y, sample_weight)` of a batch of an iterator that Keras made, where None is an empty `tf.experimental.Optional`."""
+    batch = keras.tree.map_structure(lambda one: None if isinstance(one, tf.experimental.Optional) else one, batch)
+    return keras.utils.unpack_x_y_sample_weight(batch)
 
 
 def whole_batch(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tuple[Any, tuple[Any, Any, Any]]:
-    """The first batch that `fit` will see, and what to train on, as in `first_batch`.
+    """The first batch that `fit` will see, read, and what to train on: `x`, or an iterator that begins with that batch.
 
     Args:
-        x: As in `first_batch`.
+        x: As in `first_inputs`.
         y: The targets, if `x` are arrays.
         sample_weight: Their weights, likewise.
         batch_size: The argument of `fit`.

@@ -44,6 +44,9 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
     def _needs_shapes(self) -> bool:
         return has_open_axes(self)
 
+    def _is_planned(self) -> bool:
+        return True
+
     def _region_weights(self) -> list[list[keras.Variable]]:
         return [body.trainable for body in self._executor_in_force().bodies]
 

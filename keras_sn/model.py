@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_sn import device, keras_internals
-from keras_sn.batches import count_samples, first_batch, whole_batch
+from keras_sn.batches import count_samples, first_inputs, replayed, taken, unpacked, whole_batch
 from keras_sn.compiling import BackgroundCompiler
 from keras_sn.differentiation import asked_here
 from keras_sn.errors import PlanError
@@ -204,30 +204,62 @@ class SNModel(keras.Model):
     def _needs_shapes(self) -> bool:
         return True
 
+    def _is_planned(self) -> bool:
+        """Whether training asks for a plan; without one, a `call()` need not run on symbolic tensors."""
+        return self.settings.policy != "none"
+
     def _region_weights(self) -> list[list[keras.Variable]]:
         return [layer.trainable_variables for layer in self.layers]
 
     # --- the training step
 
     def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self.compiled and x is not None:
-            self._now.settled_for = NOT_SETTLED
-            x, inputs = first_batch(x, batch_size, needs_shapes=self._needs_shapes())
-            self._plan_for_batch(inputs, self.distribute_strategy.num_replicas_in_sync)
-            x = self._verified_on_first_batch(x, y, batch_size, kwargs)
+        if self.compiled and x is not None and self._is_planned():
+            if self.run_eagerly or self.train_function is None:  # a traced step goes on with what it was traced for
+                self._now.settled_for = NOT_SETTLED
+            x = self._plan_or_wait(x, y, batch_size, kwargs)
             self._report_measured_peak(kwargs)
-        with out_of_memory_explained(lambda: self.plan):
-            return super().fit(x, y, batch_size, *args, **kwargs)
+        try:
+            with out_of_memory_explained(lambda: self.plan):
+                return super().fit(x, y, batch_size, *args, **kwargs)
+        finally:
+            self._stop_waiting()
 
     fit.__doc__ = keras.Model.fit.__doc__
 
-    def _verified_on_first_batch(self, x: Any, y: Any, batch_size: int | None, arguments: dict[str, Any]) -> Any:
-        """Verifies a training step if that was asked for; returns what to train on."""
-        if self.settings.verify is None or self._now.is_verified:
+    def _plan_or_wait(self, x: Any, y: Any, batch_size: int | None, arguments: dict[str, Any]) -> Any:
+        """Plans, if it is known what batches will look like; else, the first of them will tell. Returns what to train on."""
+        inputs = first_inputs(x, batch_size, needs_shapes=self._needs_shapes())
+        with self.distribute_strategy.scope():
+            is_distributed = tf.distribute.has_strategy()
+        if is_distributed:  # an iterator over replicas cannot be put back to its first batch
+            x, batch = whole_batch(x, y, arguments.get("sample_weight"), batch_size) if self._needs_batch(inputs) else (x, None)
+            self._plan_for_batch(inputs if batch is None else batch[0], self.distribute_strategy.num_replicas_in_sync)
+            self._verify(*(batch or ()))
             return x
-        x, batch = whole_batch(x, y, arguments.get("sample_weight"), batch_size)
-        self._verify(*batch)
+        if inputs is not None:
+            self._plan_for_batch(inputs)
+        self._now.waits_for_batch = self._needs_batch(inputs)
         return x
+
+    def _needs_batch(self, inputs: Any) -> bool:
+        return inputs is None or (self.settings.verify is not None and not self._now.is_verified)
+
+    def _train_on_first_batch(self, iterator: Any) -> Any:
+        """The first call of the training loop, in the place of `train_function`: plans for the batch that has come."""
+        self._stop_waiting()
+        batches = taken(iterator, self.steps_per_execution)
+        x, y, sample_weight = unpacked(batches[0])
+        self._plan_for_batch(x)
+        self._verify(x, y, sample_weight)
+        self.make_train_function()
+        train: Any = self.train_function
+        return train(replayed(batches, iterator))
+
+    def _stop_waiting(self) -> None:
+        if self._now.waits_for_batch:
+            self.train_function, self._now.waits_for_batch = self._now.put_aside, False
+            self._now.put_aside = None
 
     def _verify(self, *batch: Any) -> None:
         if self.settings.verify is not None and not self._now.is_verified:
@@ -249,7 +281,7 @@ class SNModel(keras.Model):
             arguments["callbacks"] = [*keras.tree.flatten(callbacks or []), MeasuredPeak()]
 
     def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if self.compiled:
+        if self.compiled and self._is_planned():
             self._plan_for_batch(x)
             self._verify(x, y, sample_weight)
         with out_of_memory_explained(lambda: self.plan):
@@ -259,6 +291,9 @@ class SNModel(keras.Model):
 
     def make_train_function(self, force: bool = False) -> Any:
         """Keras' own; where the plan has regions they are compiled by themselves, and the step around them is not."""
+        if self._now.waits_for_batch:
+            self._now.put_aside, self.train_function = self.train_function, self._train_on_first_batch
+            return None
         if self._now.plan is None or self._now.plan.is_plain or (self.train_function is not None and not force):
             return super().make_train_function(force)
         outer_jit, self._now.region_jit = self.jit_compile, self._wants_jit()

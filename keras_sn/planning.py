@@ -73,6 +73,10 @@ class InForce:
     is_aside: bool = False
     """Whether the model runs as plain Keras for now, to be compared with."""
     is_verified: bool = False
+    waits_for_batch: bool = False
+    """Whether only the first batch will tell for what to plan, or is to be verified."""
+    put_aside: Any = None
+    """The train function, while one that waits for the first batch is in its place."""
     has_masks: bool = False
     """Whether masks have come with the inputs."""
     waiting_updates: list[tuple[keras.Variable, Any]] | None = None

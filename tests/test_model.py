@@ -13,7 +13,7 @@ from parity import assert_equal, rewriting_off, train
 
 import keras_sn
 from keras_sn import planning
-from keras_sn.batches import first_batch
+from keras_sn.batches import first_inputs
 from keras_sn.errors import BudgetError, PlanError, UnsupportedModelError
 
 rewriting_off()
@@ -250,18 +250,114 @@ def test_open_axes_are_planned_from_the_first_batch():
     assert model.build_plan(4, inputs=tf.TensorSpec((4, 50, 6), "float32")).planned_peak_bytes > 5 * short / 2
 
 
-def test_nothing_is_read_of_a_data_set_that_says_its_batch_size(monkeypatch):
-    """Reading may draw from the generator that shuffles, and the training would not be plain Keras' any more."""
-    read = []
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4, drop_remainder=True)
-    counted = data.map(lambda x, y: (tf.numpy_function(lambda a: read.append(1) or a, [x], "float32"), y))
-    counted = counted.map(lambda x, y: (tf.ensure_shape(x, (4, None)), y))
-    assert first_batch(counted, None, needs_shapes=False)[1].shape[0] == 4
-    assert not read
-    assert first_batch(counted, None, needs_shapes=True)[1].shape == (4, 8)
-    assert read
+def _numbered(read):
+    """Twelve samples; notes which are read."""
+    numbers = tf.data.Dataset.range(12)
+
+    def note(number):
+        return read.append(int(number)) or number
+
+    return numbers.map(lambda i: (tf.gather(X, tf.ensure_shape(tf.numpy_function(note, [i], "int64"), ())), tf.gather(Y, i)))
+
+
+def _of_sequence(read):
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            read.append(index)
+            return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+
+    return Batches()
+
+
+def _of_generator(read):
+    for start in (0, 4, 8):
+        read.append(start)
+        yield X[start : start + 4], Y[start : start + 4]
+
+
+def _read_once(read):
+    batches = _of_generator(read)  # the data set can be read only once, too
+    specs = (tf.TensorSpec((None, 8)), tf.TensorSpec((None, 2)))
+    return tf.data.Dataset.from_generator(lambda: batches, output_signature=specs)
+
+
+DATA = {
+    "shuffled": lambda read: _numbered(read).shuffle(12, seed=3).batch(5),
+    "shuffled by the global seed": lambda read: _numbered(read).shuffle(12).batch(5),
+    "shuffled after batches": lambda read: _numbered(read).batch(5).shuffle(3, seed=1),
+    "endless": lambda read: _numbered(read).shuffle(12, seed=3).batch(5).repeat(),
+    "sequence": _of_sequence,
+    "generator": _of_generator,
+    "read once": _read_once,
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"steps_per_execution": 2}, {"run_eagerly": True}, {"jit_compile": True}])
+@pytest.mark.parametrize("data", DATA)
+def test_data_are_read_as_plain_keras_reads_them(data, settings):
+    """To look at a batch for its size would draw from the generator that shuffles, or take what can be read but once."""
+    if settings and data not in ("shuffled", "read once"):
+        pytest.skip("these tell nothing new")
+    outcomes = []
+    for policy in (None, "none", "recompute"):
+        keras.backend.clear_session(free_memory=False)
+        keras.utils.set_random_seed(5)
+        model = _plain() if policy is None else keras_sn.SNModel.from_model(_plain(), policy=policy)
+        model.compile("sgd", "mse", **({"jit_compile": False} | settings))
+        read, once = [], data in ("generator", "read once")
+        fed = DATA[data](read)
+        history = model.fit(fed, epochs=1 if once else 2, steps_per_epoch=3 if data == "endless" else None, verbose=0)
+        if not once:
+            history = model.fit(fed, epochs=1, steps_per_epoch=3 if data == "endless" else None, verbose=0)
+        reads = None if data == "endless" else read  # how far an endless one reads ahead is chance
+        # Plain Keras counts one step more where it finds out that data of unknown length have ended.
+        steps = 3 if once else int(model.optimizer.iterations)
+        outcomes.append((history.history["loss"], reads, steps))
+    assert outcomes[1] == outcomes[0]
+    if "jit_compile" in settings:
+        np.testing.assert_allclose(outcomes[2][0], outcomes[0][0], rtol=1e-5)
+        assert outcomes[2][1:] == outcomes[0][1:]
+    else:
+        assert outcomes[2] == outcomes[0]
+
+
+def test_a_budget_that_does_not_fit_is_refused_before_data_of_open_size_change_anything():
+    model = keras_sn.SNModel.from_model(_plain(), memory_budget=1000)
+    model.compile("sgd", "mse", jit_compile=False)
+    before = _weights(model)
+    for _ in range(2):
+        with pytest.raises(BudgetError):
+            model.fit(_numbered([]).batch(4), verbose=0)
+    assert model.optimizer.iterations == 0
+    for old, new in zip(before, _weights(model)[: len(before)], strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert model.train_function is None
+
+
+def test_no_data_at_all_end_as_with_plain_keras():
+    ends = []
+    for convert in (lambda model: model, keras_sn.SNModel.from_model):
+        model = convert(_plain())
+        model.compile("sgd", "mse", jit_compile=False)
+        try:
+            ends.append(model.fit(_numbered([]).take(0).batch(4), verbose=0).history)
+        except Exception as error:
+            ends.append(str(error))
+    assert ends[0] == ends[1]
+
+
+def test_what_is_known_of_a_batch_without_reading():
+    fixed = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4, drop_remainder=True)
+    assert first_inputs(fixed, None, needs_shapes=True).shape == (4, 8)
+    open_axis = fixed.map(lambda x, y: (tf.numpy_function(lambda a: a, [x], "float32"), y))
+    assert first_inputs(open_axis.map(lambda x, y: (tf.ensure_shape(x, (4, None)), y)), None, needs_shapes=True) is None
+    assert first_inputs(X, 5, needs_shapes=False).shape == (5,)
+    assert first_inputs({"x": X, "missing": None}, 5, needs_shapes=True)["x"].shape == (5, 8)
     loader = type("Loader", (), {"__module__": "torch.utils.data.dataloader", "batch_size": 5, "__iter__": None})()
-    assert first_batch(loader, None, needs_shapes=False)[1].shape == (5,)
+    assert first_inputs(loader, None, needs_shapes=False).shape == (5,)
 
 
 def test_a_training_step_does_not_look_at_all_variables(monkeypatch):
