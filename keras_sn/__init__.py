@@ -2,6 +2,7 @@
 
 from keras_sn import backend as backend
 from keras_sn import callbacks as callbacks
+from keras_sn import functional as functional  # Keras finds the class that files name only once it is imported
 from keras_sn import layers as layers
 from keras_sn.device import configure_gpu as configure_gpu
 from keras_sn.errors import BudgetError as BudgetError

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_sn import keras_internals
+from keras_sn import files, keras_internals
 from keras_sn.layer_calls import ModelTrace
 from keras_sn.model import SNModel
 from keras_sn.passes import assign_all
@@ -89,9 +89,7 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
         self._now.has_masks = True
         self._now.plans.clear()
         if self._now.planned is not None:
-            train_function = self.train_function  # it may be running
-            self._plan_shapes(self._now.planned.shapes)
-            self.train_function = train_function
+            self._planned_again(self._now.planned.shapes)
 
     def _runs_by_plan(self, inputs: Any, training: bool | None) -> bool:
         if not training or self.settings.policy == "none" or self._now.is_aside or keras_internals.in_stateless_scope():
@@ -100,9 +98,9 @@ class FunctionalSNModel(SNModel, keras_internals.Functional):
 
     # --- files
 
-    def get_config(self) -> dict[str, Any]:
-        config = super().get_config()
-        return config | self.settings.config() if "input_layers" in config else config
+    @files.writes_settings
+    def get_config(self) -> dict[str, Any]:  # no default in Keras' sense, as that of its functional models is none
+        return super().get_config()
 
     def _run_through_graph(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = super()._run_through_graph(inputs, *args, **kwargs)
@@ -134,4 +132,4 @@ def _deep_recursion() -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-keras.saving.register_keras_serializable(package="keras_sn", name="SNModel")(FunctionalSNModel)
+files.name_in_files(FunctionalSNModel)

@@ -3,6 +3,7 @@
 What is particular to graphs of layers is in `functional`, to models with their own `call()` in `subclassed`.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_sn import device, keras_internals
+from keras_sn import device, files, keras_internals
 from keras_sn.batches import count_samples, first_inputs, replayed, taken, unpacked, whole_batch
 from keras_sn.compiling import BackgroundCompiler
 from keras_sn.differentiation import asked_here
@@ -117,15 +118,38 @@ class SNModel(keras.Model):
         check_supported(model)
         graph = keras_internals.functional_part(model)
         settings = {"memory_budget": memory_budget, "host_budget": host_budget, "policy": policy, "plan": plan, "verify": verify}
-        own = type(model)
+        own = files.user_class(type(model))
         if own.__module__.partition(".")[0] in ("keras", "keras_sn"):
             converted = cls(graph.input, graph.output, name=model.name, **settings)
         else:
-            converted = _with_methods_of(own, cls)(graph.input, graph.output, name=model.name, **settings)
+            converted = _with_methods_of(own, _put_functional_under(cls), graph, name=model.name, **settings)
             own_attributes = {name: value for name, value in vars(model).items() if name not in vars(converted)}
             vars(converted).update(own_attributes)
         converted.dtype_policy = model.dtype_policy
         return converted
+
+    # --- files, pickles and copies
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        files.keep_settings(cls)
+
+    @files.writes_settings
+    @functools.wraps(keras.Model.get_config)  # with Keras' mark of a default, for which it records constructor arguments
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config()
+
+    @files.reads_settings
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None) -> "SNModel":
+        return super().from_config(config, custom_objects)
+
+    from_config.__func__.__doc__ = keras.Model.from_config.__doc__
+
+    def __reduce__(self) -> tuple:
+        return files.reduced(self, *super().__reduce__())
+
+    # --- the plan
 
     @property
     def plan(self) -> Plan | None:
@@ -168,6 +192,8 @@ class SNModel(keras.Model):
         """The plan in force; a new one for a batch that needs more than it was made for, or after another `compile()`."""
         planned = self._now.planned
         if planned is not None and planned.covers(shapes):
+            if tf.inside_function() and not planned.trains(self.trainable_variables):
+                return self._planned_again(planned.shapes)  # Keras traces its step again, for the weights that train now
             if self._now.settled_for is keras_internals.compilation(self) or tf.inside_function():
                 return planned.plan
             return self._plan_shapes(planned.shapes)  # the same, unless for another optimizer, XLA or not, or other weights
@@ -178,6 +204,13 @@ class SNModel(keras.Model):
                 f"Received: shapes {[tuple(shape) for shape in shapes]}"
             )
         return self._plan_shapes(tuple(tuple(int(size) for size in shape if size is not None) for shape in shapes))
+
+    def _planned_again(self, shapes: Shapes) -> Plan:
+        """A new plan for a step that is being traced, which goes on."""
+        train_function = self.train_function
+        plan = self._plan_shapes(shapes)
+        self.train_function = train_function
+        return plan
 
     def _plan_for_batch(self, inputs: Any, replicas: int = 1) -> None:
         size = -(-count_samples(inputs) // replicas)
@@ -275,6 +308,15 @@ class SNModel(keras.Model):
         finally:
             self._now.is_aside = False
 
+    @contextmanager
+    def regions_compiled(self, jit: bool) -> Iterator[None]:
+        """Inside, regions are compiled by XLA, or none is."""
+        before, self._now.region_jit = self._now.region_jit, jit
+        try:
+            yield
+        finally:
+            self._now.region_jit = before
+
     def _report_measured_peak(self, arguments: dict[str, Any]) -> None:
         callbacks = arguments.get("callbacks")
         if not isinstance(callbacks, keras.callbacks.CallbackList):
@@ -351,10 +393,14 @@ def _functional_class() -> type:
     return FunctionalSNModel
 
 
-def _with_methods_of(own: type, cls: type) -> type:
-    """A class with the methods of a user's functional model over those of `SNModel`; files name the user's class."""
-    planned = _put_functional_under(cls)
-    return type(own.__name__, (own, planned), {"__module__": own.__module__, "__init__": planned.__init__})
+def _with_methods_of(own: type, planned: type, graph: keras.Model, **kwargs: Any) -> Any:
+    """A planned model of a graph, with the methods of a user's functional class; its constructor is not called again."""
+    kind = files.converted_class(own, planned)
+    files.name_in_files(kind)
+    files.name_in_files(_functional_class())  # which loads the files of all
+    converted = planned.__new__(kind)
+    planned.__init__(converted, graph.input, graph.output, **kwargs)
+    return converted
 
 
 def _put_functional_under(cls: type) -> type:

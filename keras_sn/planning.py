@@ -39,9 +39,17 @@ class Planned:
 
     def runs_like(self, other: "Planned | None") -> bool:
         """Whether what runs the other plan can run this one: it has the same regions of the same layers."""
-        if other is None or self.weights != other.weights:
+        if other is None:
+            return False
+        if self.plan.is_plain and other.plan.is_plain:
+            return True  # Keras' own step goes on with what it was traced for
+        if self.weights != other.weights:
             return False
         return _instructions(self.plan) == _instructions(other.plan)
+
+    def trains(self, variables: Sequence[keras.Variable]) -> bool:
+        """Whether the plan was made for a model in which these variables train."""
+        return self.weights == tuple(map(id, variables))
 
     def covers(self, shapes: Sequence[Sequence[int | None]]) -> bool:
         """Whether batches of these shapes need no more memory than those that the plan was made for; None is not known."""
@@ -92,7 +100,7 @@ class InForce:
         """The plan for batches of these shapes; made if it is the first of its kind."""
         reserved = _reserved(model)
         reserved_bytes = sum(prod(v.shape) * DTYPE_BYTES[keras.backend.standardize_dtype(v.dtype)] for v in reserved)
-        weights = tuple(id(variable) for variable in model.trainable_variables)
+        weights = tuple(map(id, model.trainable_variables))
         early = _may_update_early(model)
         key = (shapes, reserved_bytes, compiled, weights, early)
         if key not in self.plans:

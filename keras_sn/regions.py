@@ -140,6 +140,7 @@ class RegionFunction:
         # What runs eagerly would compute them all the same.
         noting = batch_statistics(body.layers, statistics) if self.mode != EAGER else nullcontext([])
         with keras_internals.call_context(body.autocast_dtype, body.calls[0].training), scope, noting as noted:
+            updated = []
             for call in body.calls:
                 looked_at = _no_draws_of_tensorflow(call) if self.mode != EAGER else nullcontext()
                 with looked_at, keras_internals.weights_used() as used:
@@ -148,13 +149,14 @@ class RegionFunction:
                     outputs = _with_fused_gradients(call, tensors, outputs)
                 if used:
                     self._borrowed.append((call, used))
+                updated.append((call, keras_internals.updated_variable_ids(scope)))
                 for name in (one for one in call.inputs if one in body.in_turn):  # See Note: [In turn]
                     tensors[name] = keras_internals.with_mask_of(tf.identity(tensors[name]), tensors[name])
                 for name, tensor in zip(call.outputs, outputs, strict=True):
                     tensors[name] = _with_saved_value(tensor, substitutes[name]) if name in substitutes else tensor
             before = zip(body.updatable, [*state, *trainable], strict=True)
             new_state = [_if_updated(v, scope.get_current_value(v), old) for v, old in before]
-        self._check_no_foreign_updates(scope)
+        self._check_no_foreign_updates(updated)
         losses = list(scope.losses)
         self.loss_owners = [keras_internals.owner_of_loss(body.layers, loss) for loss in losses]
         had_masks = [place for place, mask in enumerate(masks) if mask is not None]
@@ -179,16 +181,19 @@ class RegionFunction:
         if self._borrowed:
             raise BorrowedWeights.of(self._borrowed)
 
-    def _check_no_foreign_updates(self, scope: keras.StatelessScope) -> None:
-        foreign = keras_internals.updated_variable_ids(scope) - {id(variable) for variable in self.body.variables}
+    def _check_no_foreign_updates(self, updated: Sequence[tuple[TracedCall, set[int]]]) -> None:
+        """Refuses updates of variables that are no layer's own, given what had been updated after each call."""
+        own = {id(variable) for variable in self.body.variables}
+        foreign = updated[-1][1] - own
         if not foreign:
             return
         seed = keras_internals.global_seed_state()
         if foreign == {id(seed)}:
             raise UsesGlobalSeed(seed)
+        call = next(call for call, ids in updated if ids - own - {id(seed)})
         raise UnsupportedModelError(
-            "A layer updates a variable that it does not own. Make the variable an attribute of the layer. "
-            f"Received: layer calls {self.body.describe()!r}"
+            f"Layer {call.operation.name!r} updates a variable that it does not own. Make the variable an attribute of the layer, "
+            f"or keep the layer by a dict policy. Received: layer call {call.name!r}"
         )
 
 

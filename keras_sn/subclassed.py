@@ -107,11 +107,20 @@ class ChildPlanner:
     @contextmanager
     def _runs_on_symbols(self) -> Iterator[None]:
         """Says what is wrong if the model's `call()` cannot be traced."""
+        model = self._model
+        if type(model).call is keras.Model.call:
+            raise UnsupportedModelError(
+                f"Model {model.name!r} has no `call()`, so there is nothing to plan. Convert the networks that it trains "
+                "(`keras_sn.SNModel.from_model`), wrap blocks of theirs in `keras_sn.layers.Recompute`, and derive the class from "
+                f"`keras.Model`, or give it `policy='none'`. Received: {model!r}"
+            )
         try:
             yield
-        except (tf.errors.OperatorNotAllowedInGraphError, TypeError, NotImplementedError) as error:
+        except (tf.errors.OperatorNotAllowedInGraphError, TypeError, NotImplementedError, AttributeError) as error:
+            if isinstance(error, AttributeError) and all(kind not in str(error) for kind in ("KerasTensor", "SymbolicTensor")):
+                raise
             raise UnsupportedModelError(
-                f"Model {self._model.name!r} cannot be planned, because its `call()` does not run on symbolic tensors: {error}. "
+                f"Model {model.name!r} cannot be planned, because its `call()` does not run on symbolic tensors: {error}. "
                 "Use `keras.ops.cond` and `keras.ops.while_loop` for what depends on values, or `policy='none'`. "
-                f"Received: {self._model!r}"
+                f"Received: {model!r}"
             ) from error

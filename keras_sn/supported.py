@@ -10,6 +10,11 @@ from keras_sn.errors import UnsupportedModelError
 
 def check_supported(model: Any) -> None:
     """Raises `UnsupportedModelError` if the model is no built graph of layers."""
+    if any(kind.__module__.startswith("tf_keras.") for kind in type(model).__mro__):
+        raise UnsupportedModelError(
+            f"Model {model.name!r} is a model of Keras 2 (tf_keras). Bring it over first: `keras_sn.from_tf_keras(model)`. "
+            f"Received: {model!r}"
+        )
     if not isinstance(model, keras.Model):
         raise UnsupportedModelError(f"keras_sn trains instances of `keras.Model`. Received: {model!r}")
     graph = keras_internals.functional_part(model)

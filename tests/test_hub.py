@@ -1,6 +1,9 @@
 """Models as people find them: `keras.applications` and keras-hub, tiny, with random weights. They train as in plain Keras within
 half of the memory."""
 
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import keras
@@ -216,3 +219,63 @@ def test_a_task_keeps_its_own_methods(name):
         model.compile(jit_compile=False, run_eagerly=True)
         results.append(trained_state(model, model.fit(x, y, batch_size=TRAINED, epochs=2, verbose=0)))
     assert_equal(*results, exact=True)
+
+
+def _continues(model: keras.Model, again: keras.Model, x: Any, y: Any) -> None:
+    """Checks that a copy is planned as its original is, and trains to the same numbers."""
+    assert type(again) is type(model)
+    assert again.settings == model.settings
+    results = []
+    for one in (model, again):
+        keras.utils.set_random_seed(4)
+        one.compile(keras.optimizers.Adam(1e-3), "mse", metrics=[], jit_compile=False)
+        results.append(one.fit(x, y, batch_size=TRAINED, epochs=2, shuffle=False, verbose=0).history["loss"])
+        assert any(region.recompute for region in one.plan.regions)
+    assert results[0] == results[1]
+
+
+def _undropped(build: Any) -> keras.Model:
+    """Keras restores no seeds of dropout, so that copies draw other masks than their originals."""
+    return build(hub.BertBackbone(VOCABULARY, 1, 2, 8, 16, dropout=0.0, max_sequence_length=LENGTH))
+
+
+CONVERTED = {
+    "backbone": lambda: _undropped(lambda backbone: backbone),
+    "task": lambda: _undropped(lambda backbone: hub.BertTextClassifier(backbone, CLASSES, dropout=0.0)),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_files_and_pickles_of_converted_models_bring_the_settings_back(name, tmp_path):
+    plain = CONVERTED[name]()
+    model = keras_sn.SNModel.from_model(plain, policy="recompute", memory_budget="2GiB")
+    x = _segments(np.random.default_rng(1))
+    y = _targets(model.output, np.random.default_rng(2))
+    model.save(tmp_path / "model.keras")
+    for again in (keras.saving.load_model(tmp_path / "model.keras"), pickle.loads(pickle.dumps(model))):
+        assert isinstance(again, type(plain))
+        assert again.get_config() == model.get_config()
+        twin = keras_sn.SNModel.from_model(plain, policy="recompute", memory_budget="2GiB")
+        weights = plain.get_weights()
+        _continues(twin, again, x, y)
+        plain.set_weights(weights)
+
+
+def test_a_preset_of_a_converted_task_is_the_tasks_own(tmp_path):
+    model = keras_sn.SNModel.from_model(CONVERTED["task"](), policy="recompute")
+    model.save_to_preset(tmp_path / "preset")
+    loaded = hub.BertTextClassifier.from_preset(str(tmp_path / "preset"))
+    assert type(loaded) is hub.BertTextClassifier
+    for ours, theirs in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_files_of_converted_models_load_without_keras_sn(tmp_path):
+    model = keras_sn.SNModel.from_model(CONVERTED["task"](), policy="recompute")
+    model.save(tmp_path / "task.keras")
+    code = (
+        'import sys; sys.modules["keras_sn"] = None; import keras; '
+        f"print(type(keras.saving.load_model({str(tmp_path / 'task.keras')!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "keras_hub.src.models.bert.bert_text_classifier.BertTextClassifier" in done.stdout

@@ -509,3 +509,8 @@ assert model.plan.regions
 """
     environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=300)
+
+
+def test_from_model_says_how_to_bring_a_model_of_keras_2_over():
+    with pytest.raises(UnsupportedModelError, match=r"from_tf_keras\(model\)`. Received: <tf_keras"):
+        SNModel.from_model(tf_keras.Sequential([K.Dense(2, input_shape=(3,))]))

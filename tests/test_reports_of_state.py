@@ -14,6 +14,7 @@ from parity import rewriting_off
 from reports import RECOMPUTE_EACH, X, Y, assert_trains_equal, compiled, converted, fit, stack
 
 import keras_sn
+from keras_sn.errors import UnsupportedModelError
 
 rewriting_off()
 
@@ -139,3 +140,43 @@ def test_models_that_are_dropped_leave_nothing_behind(count):
     before = [_live(kind) for kind in kinds]
     assert not build_and_drop(count)
     assert [_live(kind) for kind in kinds] <= before
+
+
+RECURRENT = {
+    "lstm": lambda: L.LSTM(6, stateful=True, name="remembers"),
+    "both ways": lambda: L.Bidirectional(L.GRU(6, stateful=True, dropout=0.2), name="remembers"),
+}
+
+
+@pytest.mark.parametrize("verify", [None, "first_step"])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_stateful_recurrent_layers_remember_once(kind, verify):
+    """Keras does not count what they remember among their variables."""
+    series = np.random.default_rng(2).normal(size=(8, 6, 3)).astype("float32")
+    losses = []
+    for convert in (lambda model: model, lambda model: keras_sn.SNModel.from_model(model, policy=RECOMPUTE_EACH, verify=verify)):
+        keras.backend.clear_session(free_memory=False)
+        keras.utils.set_random_seed(4)
+        inputs = keras.Input(batch_shape=(4, 6, 3))
+        x = RECURRENT[kind]()(L.Dense(5, activation="tanh")(inputs))
+        model = convert(keras.Model(inputs, L.Dense(2)(x)))
+        model.compile("sgd", "mse", jit_compile=False)
+        losses.append(model.fit(series, Y[:8], batch_size=4, epochs=3, shuffle=False, verbose=0).history["loss"])
+    assert all(region.recompute for region in model.plan.regions)
+    assert losses[0] == losses[1]
+
+
+def test_a_layer_that_updates_a_variable_of_nobody_is_named():
+    foreign = keras.Variable(0.0, trainable=False)
+
+    class Counting(L.Layer):
+        def call(self, x):
+            foreign.assign_add(1.0)
+            return x
+
+    inputs = keras.Input((8,))
+    x = L.Activation("tanh")(Counting(name="counting")(L.Dense(8)(inputs)))
+    model = keras_sn.SNModel(inputs, L.Dense(2)(x), policy=RECOMPUTE_EACH)
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(UnsupportedModelError, match=r"Layer 'counting' updates a variable .*Received: layer call 'counting'"):
+        model.fit(np.ones((4, 8), "float32"), np.ones((4, 2), "float32"), verbose=0)

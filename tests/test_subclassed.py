@@ -287,6 +287,50 @@ def test_refusals():
         model.fit(X, X, verbose=0)
 
 
+class OnValues(keras_sn.SNModel):
+    """Cannot be planned, and need not be."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.out = L.Dense(8)
+
+    def call(self, x):
+        return self.out(x if x.numpy().sum() > 0 else -x)
+
+
+class OwnStep(keras_sn.SNModel):
+    """Has no `call()`: it trains a network of its own."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.network = keras.Sequential([L.Dense(8, activation="tanh"), L.Dense(8)])
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self.network(x, training=True) - y))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.network.trainable_weights), self.network.trainable_weights, strict=True)
+        )
+        return {"error": loss}
+
+
+@pytest.mark.parametrize(
+    ("kind", "eager", "what_to_do"),
+    [(OnValues, True, "does not run on symbolic tensors"), (OwnStep, False, "has no `call\\(\\)`, so there is nothing to plan")],
+)
+def test_what_cannot_be_planned_is_refused_unless_nothing_is_asked(kind, eager, what_to_do):
+    model = kind(policy="none")
+    model.compile("sgd", "mse", run_eagerly=eager)
+    history = model.fit(X, X, epochs=2, verbose=0).history
+    losses = history["error" if kind is OwnStep else "loss"]
+    assert losses[1] < losses[0] and model.plan is None
+    model = kind(policy="recompute")
+    model.compile("sgd", "mse", run_eagerly=eager)
+    with pytest.raises(UnsupportedModelError, match=rf"(?s){what_to_do}.*`policy='none'`.*Received"):
+        model.fit(X, X, verbose=0)
+
+
 def test_a_plan_of_its_own_is_adopted():
     specs = tf.TensorSpec((None, 16, 64))
     plan = wide(policy="recompute").build_plan(4, inputs=specs)

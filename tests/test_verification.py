@@ -49,6 +49,44 @@ class Unseeded(L.Layer):
         return x * keras.random.uniform(keras.ops.shape(x), dtype=x.dtype)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_dropout_is_verified_with_and_without_xla(jit, caplog):
+    """XLA draws other masks, so both steps must be compiled by it, or neither."""
+    inputs = keras.Input((6,))
+    x = L.Dropout(0.4)(L.Dense(8, activation="tanh")(inputs))
+    for model in (
+        keras_sn.SNModel(inputs, L.Dense(2)(x), policy={"*": "recompute"}, verify="first_step"),
+        Net(policy="recompute", verify="first_step"),
+    ):
+        model.compile("sgd", "mse", jit_compile=jit)
+        caplog.clear()
+        with caplog.at_level("INFO", "keras_sn"):
+            model.fit(X, Y, batch_size=4, verbose=0)
+        assert "verified" in caplog.text
+
+
+class FickleNet(keras_sn.SNModel):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.first, self.drop, self.fickle = L.Dense(8, activation="tanh"), L.Dropout(0.3), Fickle(name="fickle")
+        self.out = L.Dense(2)
+
+    def call(self, x):
+        for layer in (self.first, self.drop, self.fickle, self.out):
+            x = layer(x)
+        return x
+
+
+def test_a_layer_that_changes_its_mind_is_named_in_a_model_with_its_own_call():
+    keras.utils.set_random_seed(1)
+    model = FickleNet(policy="recompute", verify="first_step")
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(VerificationError, match="at layer 'fickle', which gives other outputs each time"):
+        model.fit(X, Y, verbose=0)
+    assert model.optimizer.iterations == 0
+    assert np.array(model.drop.seed_generator.state)[1] == 0  # no draw was taken
+
+
 def test_layers_that_draw_from_the_global_seed_are_verified():
     inputs = keras.Input((6,))
     model = keras_sn.SNModel(inputs, L.Dense(2)(Unseeded()(L.Dense(6)(inputs))), policy="recompute", verify="first_step")

@@ -121,7 +121,7 @@ _EXACTLY = (*ALL_DTYPES, "float64")
 ZOO = {
     "resnet": ZooModel(resnet, classified(_IMAGE), _CLASSES, ["accuracy"], fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}),
     "transformer": ZooModel(transformer, tokens),
-    "masked_lstm": ZooModel(masked_lstm, tokens, dtypes=FLOAT32),
+    "masked_lstm": ZooModel(masked_lstm, tokens),
     "vae": ZooModel(vae, floats(_VECTOR), dtypes=FLOAT32),
     "siamese": ZooModel(siamese, floats(_VECTOR), metrics=["mae"]),
     "two_in_two_out": ZooModel(two_in_two_out, image_and_number, {"kind": _CLASSES, "size": "mse"}, {"size": ["mae"]}),
@@ -138,9 +138,9 @@ ZOO = {
     # TensorFlow pools no volumes of float16 on a CPU.
     "conv3d": ZooModel(more.conv3d, floats((4, 4, 4, 2)), dtypes=("float32", "mixed_bfloat16")),
     "autoencoder": ZooModel(more.autoencoder, floats(_IMAGE, (8, 8, 1))),
-    "recurrent": ZooModel(more.recurrent, padded_series, dtypes=FLOAT32),
-    "time_distributed": ZooModel(more.time_distributed, floats(_FRAMES), dtypes=FLOAT32),
-    "conv_lstm": ZooModel(more.conv_lstm, floats(_FRAMES), dtypes=FLOAT32),
+    "recurrent": ZooModel(more.recurrent, padded_series),
+    "time_distributed": ZooModel(more.time_distributed, floats(_FRAMES)),
+    "conv_lstm": ZooModel(more.conv_lstm, floats(_FRAMES)),
     "encoder_decoder": ZooModel(more.encoder_decoder, two_languages, _CLASSES, ["accuracy"]),
     "tied_embedding": ZooModel(cases.tied_embedding, next_tokens, _CLASSES),
     "tied_logits": ZooModel(cases.tied_logits, next_tokens, _CLASSES),
