@@ -158,6 +158,8 @@ class Auto:
     def _annealed(self, best: Candidate, room_bytes: int) -> Candidate:
         """The plan, or a faster one like it, where that is worth the time."""
         worth = NOT_SO_SLOW if len(self.graph.layers) <= RELAXED_GRAPH else SLOW
+        if not room_bytes or not best.seconds:  # all tensors have zero size
+            return best
         if best.draft is None or best.seconds < worth * self.costs.plain_step_seconds:
             return best
         places = PLACES if self.host_bytes != 0 else (DEVICE, RECOMPUTE)
@@ -180,9 +182,11 @@ class Auto:
         for forced in cuts if runs else ():
             equal = Auto(SpanCosts(self.costs, forced), self.host_bytes)
             found += [one for one in equal.rooms.within(room_bytes) if one.fits(room_bytes, self.host_bytes)]
-        named = (one.seconds for one in self._named_within(room_bytes) if one.fits(room_bytes, self.host_bytes))
-        allowed = min([(1 + NEARLY) * min(one.seconds for one in found), *named])
-        nearly = [one for one in found if one.seconds <= allowed]
+        others = [one for one in self._named_within(room_bytes) if one.fits(room_bytes, self.host_bytes)]
+        if self.host_bytes != 0 and not self.is_large:
+            others += [one for one in [self.on_device.cheapest(room_bytes)] if one]
+        allowed = min([(1 + NEARLY) * min(one.seconds for one in found), *(one.seconds for one in others)])
+        nearly = [one for one in (*found, *others) if one.seconds <= allowed]
         return min(nearly, key=lambda one: (compiled_calls(self.graph, one.regions, of_kind), one.seconds))
 
     @cached_property

@@ -55,11 +55,12 @@ class RegionAgain:
     def needed_until(self) -> dict[str, int]:
         """What is made again and written -> the phase that reads it last."""
         until: dict[str, int] = {}
-        for position in range(self.last, self.first - 1, -1):
-            layer = self.layers[position - self.first]
-            for tensor in layer.saved_for_backward:
-                for one in self._made_from(tensor, is_derived=layer.is_fusible):
-                    until[one] = self.phase(position, 0 if layer.is_costly and tensor in layer.inputs else 1)
+        seen: dict[bool, set[str]] = {False: set(), True: set()}
+        for position, layer in enumerate(self.layers, self.first):  # the first that reads it in the model is the last in the pass
+            for tensor in reversed(layer.saved_for_backward):
+                for one in self._made_from(tensor, is_derived=layer.is_fusible, seen=seen[layer.is_fusible]):
+                    until.setdefault(one, self.phase(position, 0 if layer.is_costly and tensor in layer.inputs else 1))
+        until = dict(reversed(until.items()))
         for layer in self.layers:  # what adds up several normalizations hands one gradient to all, and XLA runs them at once
             siblings = [self.producer[t] for t in layer.inputs if t in self.producer and self.producer[t].is_fusible]
             if layer.gradient_in_place and len(siblings) > 1:
@@ -83,9 +84,15 @@ class RegionAgain:
             layer = made[0]
         return self.graph.position[layer.name]
 
-    def _made_from(self, tensor: str, is_derived: bool) -> Iterator[str]:
-        """The tensors in memory that are read where a tensor is read; its own computation is repeated if it is fusible."""
-        pending, seen = [tensor], set()
+    def _made_from(self, tensor: str, *, is_derived: bool, seen: set[str]) -> Iterator[str]:
+        """The tensors in memory that are read where a tensor is read; its own computation is repeated if it is fusible.
+
+        Args:
+            tensor: What is read.
+            is_derived: Whether fusible computations are repeated for who reads it.
+            seen: What has been found for such readers, and is not found again; more is added.
+        """
+        pending = [tensor]
         while pending:
             one = pending.pop()
             if one in seen or one in self.saved or one not in self.producer:
