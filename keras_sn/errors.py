@@ -19,3 +19,12 @@ class UnsupportedModelError(KerasSNError):
 
 class VerificationError(KerasSNError):
     """A training step by the plan differs from plain Keras'."""
+
+
+def shown(value: object, most: int = 80) -> str:
+    """What was received, as a message shows it: cut, because a plan or a number may be as long as a file."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
+        text = f"<{type(value).__name__}, too long to write>"
+    return text if len(text) <= most else f"{text[:most]}…"

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from numbers import Integral
 
-from keras_sn.errors import PlanError
+from keras_sn.errors import PlanError, shown
 
 DTYPE_BYTES = {"bool": 1, "string": 0, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 DTYPE_BYTES |= {f"{kind}{bits}": bits // 8 for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
@@ -22,13 +23,18 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
-    """With the batch axis; every axis known."""
+    """With the batch axis; every axis known, where bytes are asked for."""
     dtype: str
     kind: str = "activation"
     """`"input"` (fed by the user; nobody can free or recompute it) or `"activation"`."""
 
     @property
     def nbytes(self) -> int:
+        if None in self.shape:
+            raise PlanError(
+                f"Tensor {self.name!r} has an axis of unknown size, so its bytes cannot be planned. Give the full shape. "
+                f"Received: shape={self.shape!r}"
+            )
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
@@ -107,9 +113,19 @@ class LayerGraph:
                         f"Layer call {layer.name!r} reads a tensor that nothing before it makes. Received: {tensor!r}"
                     )
             known.update(layer.outputs)
+            for tensor in layer.saved_for_backward:
+                if tensor not in known:
+                    raise PlanError(
+                        f"Layer call {layer.name!r} saves a tensor for its backward step that it neither reads nor makes. "
+                        f"Received: {tensor!r}"
+                    )
         for tensor in (*known, *self.outputs):
             if tensor not in known or tensor not in self.tensors:
                 raise PlanError(f"A tensor is produced by no layer call or has no specification. Received: {tensor!r}")
+        for shape, tensor in {tuple(spec.shape): name for name, spec in self.tensors.items()}.items():  # a deep network has few
+            # Open axes are for graphs of which nobody asks the bytes, as that of a layer on a batch of unknown size.
+            if not all(size is None or (isinstance(size, Integral) and size >= 0) for size in shape):
+                raise PlanError(f"The axes of tensor {tensor!r} must be integers, at least 0. Received: shape={shown(shape)}")
 
     @cached_property
     def position(self) -> dict[str, int]:

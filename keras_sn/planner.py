@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from keras_sn.auto import Auto
 from keras_sn.candidates import Candidate, as_given, evaluate
 from keras_sn.cost import ON_CPU, CostModel, StepCosts
-from keras_sn.errors import BudgetError, PlanError
+from keras_sn.errors import BudgetError, PlanError, shown
 from keras_sn.fixed_cuts import choose_actions
 from keras_sn.fusion import as_compiled
 from keras_sn.graph import LayerGraph
-from keras_sn.plan import Plan, Region
+from keras_sn.plan import Plan, Region, check_plan
 from keras_sn.policies import Policy, check_policy, keep_all, regions_of_policy
 from keras_sn.schedule import check_regions
-from keras_sn.sizes import format_bytes
+from keras_sn.sizes import format_bytes, is_finite
 from keras_sn.spans import SpanCosts
 from keras_sn.superneurons import superneurons_regions
 
@@ -23,6 +23,13 @@ NAMED_GRAPH = 10_000
 PAPERS_HALVINGS = 6
 PAPERS_GRAPH = 1_000
 """Layer calls; in a larger graph one plan of the paper's takes seconds, and it is made for the room alone."""
+_RANGES = {
+    "reserved_bytes": (0, inf, "a number of bytes, 0 to 1e308"),
+    "budget_bytes": (-inf, inf, "a number of bytes, at most 1e308, or None for no limit"),  # less than 0 is told what it takes
+    "host_budget_bytes": (0, inf, "a number of bytes, 0 to 1e308, or None for no limit"),
+    "margin": (0, 1, "a share of the budget, at least 0 and less than 1"),
+}
+"""Argument -> the least that it may be, what it must be less than, and both in words."""
 
 
 def make_plan(
@@ -57,7 +64,7 @@ def make_plan(
 
     Raises:
         PlanError: The policy is unknown or names an unknown layer.
-        BudgetError: No plan of `"auto"` fits the budgets, or the reserved bytes alone exceed it.
+        BudgetError: No plan of `"auto"` fits the budgets, the reserved bytes alone exceed it, or a limit is no such number.
     """
     check_policy(policy)
     limits = _Limits(reserved_bytes, budget_bytes, margin, host_budget_bytes, cost_model.host_seconds(variables))
@@ -114,8 +121,9 @@ def adopt_plan(
         variables: How many the model and its optimizer have.
 
     Raises:
-        PlanError: The plan is not one of this graph, or is illegal; see `schedule.check_regions`.
+        PlanError: The plan is not one of this graph, or is illegal; see `plan.check_plan` and `schedule.check_regions`.
     """
+    check_plan(plan)
     graph = as_compiled(graph) if compiled else graph
     costs = StepCosts(graph, cost_model)
     if plan.regions:
@@ -140,9 +148,19 @@ class _Limits:
     reserved_bytes: int
     budget_bytes: int | None
     margin: float
-    host_bytes: int | None
+    host_budget_bytes: int | None
     host_seconds: float
     """Of a training step, no limit; what every plan takes beyond what the device does."""
+
+    def __post_init__(self):
+        for argument, (least, above, words) in _RANGES.items():
+            number = getattr(self, argument)
+            if number is None and argument.endswith("budget_bytes"):
+                continue
+            if not is_finite(number) or not least <= number < above:
+                raise BudgetError(f"`{argument}` must be {words}. Received: {argument}={shown(number)}")
+            if argument.endswith("_bytes"):
+                object.__setattr__(self, argument, int(number))
 
     @property
     def room_bytes(self) -> int | None:
@@ -166,7 +184,7 @@ class _Limits:
         return BudgetError(
             f"No plan fits the memory budget: the smallest found needs {needed:,} bytes ({format_bytes(needed)}), with its peak "
             f"at layer {smallest.prediction.peak_layer!r}. Use a smaller batch or image, or raise the budget. "
-            f"Received: memory_budget={self.budget_bytes:,} bytes, host_budget={self.host_bytes!r} bytes"
+            f"Received: memory_budget={self.budget_bytes:,} bytes, host_budget={self.host_budget_bytes!r} bytes"
         )
 
 
@@ -178,8 +196,8 @@ def _choose(costs: StepCosts, policy: Policy, plain: Candidate, limits: _Limits)
     if policy == "auto" and plain.peak_bytes <= (room_bytes or 0):
         return None
     if graph.fixed is not None:
-        chosen = choose_actions(costs, policy, room_bytes, limits.host_bytes)
-        if policy == "auto" and not chosen.fits(room_bytes or 0, limits.host_bytes):
+        chosen = choose_actions(costs, policy, room_bytes, limits.host_budget_bytes)
+        if policy == "auto" and not chosen.fits(room_bytes or 0, limits.host_budget_bytes):
             raise limits.error(chosen)
         return chosen
     if policy == "auto" and room_bytes is not None:
@@ -200,7 +218,7 @@ def _cheapest(costs: StepCosts, room_bytes: int, limits: _Limits) -> Candidate:
     named = []
     if len(costs.graph.layers) <= NAMED_GRAPH:
         named = [regions_of_policy(costs.graph, "offload"), *_papers_plans(costs, room_bytes)]
-    auto = Auto(SpanCosts(costs), limits.host_bytes, named)
+    auto = Auto(SpanCosts(costs), limits.host_budget_bytes, named)
     if found := auto.cheapest(room_bytes):
         return found
     raise limits.error(auto.smallest_at_any_price)

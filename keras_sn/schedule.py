@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from keras_sn.errors import PlanError
 from keras_sn.graph import LayerGraph
-from keras_sn.plan import DEVICE, PLACES, Free, Instruction, Offload, Prefetch, Region, Run, Saved
+from keras_sn.plan import DEVICE, Free, Instruction, Offload, Prefetch, Region, Run, Saved, check_fields
 from keras_sn.region_bytes import recomputed
 from keras_sn.simulate import simulate
 from keras_sn.steps import RECOMPUTE, Step, tensor_bytes, training_steps
@@ -23,10 +23,11 @@ def check_regions(graph: LayerGraph, regions: Sequence[Region]) -> None:
         regions: The plan's regions.
 
     Raises:
-        PlanError: The regions do not hold every layer call once and in order, or name unknown tensors or places; or the plan
-            frees a tensor too early, prefetches one too late, or recomputes from a freed one. The message names the step and
-            the tensor.
+        PlanError: A field holds what it cannot (see `plan.check_plan`); the regions do not hold every layer call once and in
+            order, or name unknown tensors; or the plan frees a tensor too early, prefetches one too late, or recomputes from a
+            freed one. The message names the step and the tensor.
     """
+    check_fields(regions)
     _check_layers(graph, regions)
     _check_saved(graph, regions)
     simulate(instructions_of(graph, regions), tensor_bytes(graph))
@@ -48,21 +49,36 @@ def _check_layers(graph: LayerGraph, regions: Sequence[Region]) -> None:
 
 def _check_saved(graph: LayerGraph, regions: Sequence[Region]) -> None:
     tiers: dict[str, str] = {}
+    home = {name: index for index, region in enumerate(regions) for name in region.layers}
     for index, region in enumerate(regions):
         layers = graph.layers_named(region.layers)
         own = {tensor for layer in layers for tensor in (*layer.inputs, *layer.outputs)}
         for one in region.saved:
             if one.tensor not in own:
                 raise PlanError(f"Region {index} saves a tensor that it neither reads nor makes. Received: {one.tensor!r}")
-            if one.tier not in PLACES:
-                raise PlanError(f"A saved tensor waits in one of {PLACES}. Received: {one.tensor!r} in {one.tier!r}")
             if one.tensor in graph.inputs and one.tier != DEVICE:
                 raise PlanError(f"What the user feeds stays on the device. Received: {one.tensor!r} in {one.tier!r}")
+            if one.tier == RECOMPUTE:
+                _check_made_again(one.tensor, index, regions, home[graph.layers[graph.producer[one.tensor]].name])
             if tiers.setdefault(one.tensor, one.tier) != one.tier:
                 raise PlanError(
                     f"All regions that save a tensor must keep it in the same place. Received: {one.tensor!r} in {one.tier!r} "
                     f"and {tiers[one.tensor]!r}"
                 )
+
+
+def _check_made_again(tensor: str, index: int, regions: Sequence[Region], source: int) -> None:
+    """Checks a tensor that region `index` has made again by the forward pass of region `source`."""
+    if source == index:
+        raise PlanError(
+            f"Region {index} makes {tensor!r} itself, and its own forward pass cannot make it again for it: leave it out of "
+            f"`saved`, or save it in another place. Received: {tensor!r} in {RECOMPUTE!r}"
+        )
+    if not regions[source].recompute:
+        raise PlanError(
+            f"Region {index} has {tensor!r} made again by region {source}, which is kept and cannot run again: let that region "
+            f"recompute, or save the tensor in another place. Received: {tensor!r} in {RECOMPUTE!r}"
+        )
 
 
 def instructions_of(graph: LayerGraph, regions: Sequence[Region]) -> list[Instruction]:

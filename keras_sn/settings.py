@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from keras_sn import device
-from keras_sn.errors import PlanError
-from keras_sn.plan import Plan
+from keras_sn.errors import PlanError, shown
+from keras_sn.plan import Plan, check_plan
 from keras_sn.policies import Policy, check_policy
 from keras_sn.sizes import parse_bytes
 
@@ -32,8 +32,10 @@ class Settings:
     def __post_init__(self):
         if isinstance(self.plan, str):
             object.__setattr__(self, "plan", Plan.from_json(self.plan))
-        if self.plan is not None and not isinstance(self.plan, Plan):
-            raise PlanError(f"`plan` must be a `keras_sn.Plan` or what its `to_json()` wrote. Received: plan={self.plan!r}")
+        elif isinstance(self.plan, Plan):
+            check_plan(self.plan)
+        elif self.plan is not None:
+            raise PlanError(f"`plan` must be a `keras_sn.Plan` or what its `to_json()` wrote. Received: plan={shown(self.plan)}")
         check_policy(self.policy)
         if self.verify not in (None, "first_step"):
             raise PlanError(f"`verify` must be None or 'first_step'. Received: verify={self.verify!r}")

@@ -1,9 +1,11 @@
 """Bytes as people write them (`"12GiB"`) to `int`, and back. Inside the library a size is always an `int` of bytes."""
 
 import re
+from math import isfinite
 from numbers import Real
+from typing import Any
 
-from keras_sn.errors import BudgetError
+from keras_sn.errors import BudgetError, shown
 
 _FACTORS = {"": 1, "B": 1}
 _FACTORS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", start=1)}
@@ -25,20 +27,27 @@ def parse_bytes(size: int | float | str, *, argument: str) -> int:
     Raises:
         BudgetError: `size` is not a size, or not greater than zero.
     """
-    number = None
+    number: Any = None if isinstance(size, str) else size
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         units = {unit.lower(): factor for unit, factor in _FACTORS.items()}
         if (factor := units.get(match[2].lower())) is not None:
             number = float(match[1]) * factor
-    elif isinstance(size, Real) and not isinstance(size, bool):
-        number = float(size)
-    if number is None or number != number or number in (float("inf"), float("-inf")):
+    if not is_finite(number):
         raise BudgetError(
-            f"`{argument}` must be a number of bytes or a text such as '12GiB', '12GB' or '800MiB'. Received: {argument}={size!r}"
+            f"`{argument}` must be a number of bytes, at most 1e308, or a text such as '12GiB', '12GB' or '800MiB'. "
+            f"Received: {argument}={shown(size)}"
         )
     if number < 1:
-        raise BudgetError(f"`{argument}` must be at least one byte. Received: {argument}={size!r}")
+        raise BudgetError(f"`{argument}` must be at least one byte. Received: {argument}={shown(size)}")
     return int(number)
+
+
+def is_finite(number: Any) -> bool:
+    """Whether something is a number, and one that a `float` holds (to 1.8e308): `10**400` bytes are as infinite as `inf`."""
+    try:
+        return isinstance(number, Real) and not isinstance(number, bool) and isfinite(number)
+    except OverflowError:
+        return False
 
 
 def format_bytes(size: int | float) -> str:

@@ -1,6 +1,8 @@
 from dataclasses import replace
+from fractions import Fraction
 
 import keras
+import numpy as np
 import pytest
 from keras import layers as L
 
@@ -13,6 +15,8 @@ from keras_sn.predict import predict
 from keras_sn.superneurons import superneurons_regions
 from keras_sn.timing import time_regions
 from keras_sn.trace import trace
+
+NAN, INF = float("nan"), float("inf")
 
 
 def _chain(blocks=8, width=64, batch_size=2048):
@@ -124,6 +128,54 @@ def test_zero_negative_and_huge_budgets():
         with pytest.raises(BudgetError, match=f"Received: memory_budget={budget}"):
             _plan(graph, "auto", budget_bytes=budget)
     assert _plan(graph, "auto", budget_bytes=10**30).is_plain
+
+
+@pytest.mark.parametrize(
+    ("argument", "number"),
+    [
+        *(("budget_bytes", number) for number in (NAN, INF, -INF, "abc", True, [])),
+        *(("host_budget_bytes", number) for number in (-1, NAN, INF, "abc", False)),
+        *(("reserved_bytes", number) for number in (-5, NAN, INF, "x", None)),
+        *(("margin", number) for number in (-1, 1, 1.0, 2, NAN, "a", None)),
+        *(pytest.param(name, 10**400, id=name) for name in ("budget_bytes", "host_budget_bytes", "reserved_bytes")),
+    ],
+)
+def test_limits_that_are_no_such_numbers(argument, number):
+    graph = _chain(2)
+    for policy in ("auto", "superneurons", "recompute", "offload", "none", {"*": "recompute"}):
+        with pytest.raises(BudgetError, match=rf"`{argument}` must be .* Received: {argument}="):
+            _plan(graph, policy, **{"budget_bytes": 10**6} | {argument: number})
+
+
+def test_limits_may_be_any_whole_or_broken_numbers():
+    graph = _chain(2)
+    for number in (10_000_000.5, 1e30, np.int64(10**7), Fraction(10**7, 3)):
+        plan = _plan(graph, "auto", budget_bytes=number, host_budget_bytes=number)
+        assert plan.budget_bytes == int(number)
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def _one_call(saved=(), shape=(4,)):
+    tensors = {"x": TensorSpec("x", (4,), "float32", "input"), "y": TensorSpec("y", shape, "float32")}
+    return LayerGraph((LayerCall("one", "any", ("x",), ("y",), saved),), tensors, ("x",), ("y",))
+
+
+def test_a_layer_call_saves_no_tensor_that_there_is_not():
+    with pytest.raises(PlanError, match=r"'one' saves a tensor.*Received: 'z'"):
+        _one_call(("x", "z"))
+
+
+@pytest.mark.parametrize("shape", [(-4,), (3, -1), (2.5,), ("4",), (3, NAN)])
+def test_axes_that_are_no_sizes(shape):
+    with pytest.raises(PlanError, match=r"axes of tensor 'y'.*Received: shape="):
+        _one_call(shape=shape)
+
+
+def test_an_open_axis_is_refused_when_its_bytes_are_asked_for():
+    graph = _one_call(shape=(None, 3))  # as the graph of one `layers.Recompute` has them
+    for policy in ("auto", "recompute", "offload", "superneurons", "none"):
+        with pytest.raises(PlanError, match=r"'y' has an axis of unknown size.*Received: shape=\(None, 3\)"):
+            _plan(graph, policy)
 
 
 def test_zero_size_tensors():

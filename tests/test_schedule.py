@@ -1,5 +1,6 @@
 """A plan of regions, step by step: what the planner makes is legal, and what a hand may spoil is found."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ from test_planner_properties import random_graph
 from keras_sn.errors import BudgetError, PlanError
 from keras_sn.fusion import as_compiled
 from keras_sn.plan import Plan, Region, Saved
-from keras_sn.planner import make_plan
+from keras_sn.planner import adopt_plan, make_plan
+from keras_sn.policies import POLICIES
 from keras_sn.recompute import STRATEGIES
 from keras_sn.schedule import check_regions, instructions_of
+from keras_sn.settings import Settings
 from keras_sn.simulate import simulate
 from keras_sn.steps import tensor_bytes
 from keras_sn.superneurons import superneurons_regions
@@ -28,6 +31,7 @@ def test_every_planned_schedule_is_legal(seed):
                 plan = make_plan(graph, policy, budget_bytes=int(share * plain), **arguments)
             except BudgetError:
                 continue
+            assert Plan.from_json(plan.to_json()) == plan
             if plan.regions:
                 check_regions(as_compiled(graph) if plan.compiled else graph, plan.regions)
     for strategy in STRATEGIES:
@@ -71,12 +75,14 @@ def spoiled(which):
             regions[0], regions[1] = regions[1], regions[0]
         case "foreign tensor":
             regions[2] = replace(regions[2], saved=(Saved("t5"), Saved("t0")))
-        case "unknown place":
-            regions[2] = replace(regions[2], saved=(Saved("t5", "disk"),))
         case "input away":
             regions[0] = replace(regions[0], saved=(Saved("x", "host"),))
         case "two places":
             regions[1] = replace(regions[1], saved=(*regions[1].saved, Saved("t5", "host")))
+        case "saved twice":
+            regions[1] = replace(regions[1], saved=(*regions[1].saved, Saved("t2", "host", 1)))
+        case "saved and kept":
+            regions[2] = replace(regions[2], recompute=False)
         case "one layer too many":
             regions[2] = replace(regions[2], layers=(*regions[2].layers, "l99"))
     return graph, regions
@@ -91,9 +97,10 @@ def spoiled(which):
         ("missing layer", r"'l3' is expected as number 3.*Received: 'l4'"),
         ("order", r"'l0' is expected as number 0.*Received: 'l3'"),
         ("foreign tensor", r"Region 2 saves a tensor that it neither reads nor makes. Received: 't0'"),
-        ("unknown place", r"waits in one of .*Received: 't5' in 'disk'"),
         ("input away", r"stays on the device. Received: 'x'"),
         ("two places", r"same place. Received: 't5'"),
+        ("saved twice", r"Region 1 saves a tensor more than once.*Received: 't2'"),
+        ("saved and kept", r"Region 2 is kept.*Received: 't5'"),
         ("one layer too many", r"has not. Received: 'l99'"),
     ],
 )
@@ -101,6 +108,122 @@ def test_a_spoiled_plan_is_refused_with_its_step_and_tensor(which, message):
     graph, regions = spoiled(which)
     with pytest.raises(PlanError, match=message):
         check_regions(graph, regions)
+
+
+def plan_of_chain(**fields):
+    return replace(Plan("dict", 1, tuple(chain()[1]), 0, 0, 0), **fields)
+
+
+def edited(name, value):
+    """The plan with another value in one field: of the plan, of its region 1, or of what that saves."""
+    plan = plan_of_chain()
+    if hasattr(plan, name):
+        return replace(plan, **{name: value})
+    region = plan.regions[1]
+    is_own = hasattr(region, name)
+    region = replace(region, **{name: value} if is_own else {"saved": (replace(region.saved[0], **{name: value}),)})
+    return replace(plan, regions=(plan.regions[0], region, plan.regions[2]))
+
+
+NAN = float("nan")
+NO_COUNTS = (-1, "8", True, 2.5, NAN, [1])
+WRONG = {
+    "policy": (3, "bogus", None, {"*": "keep"}),
+    "regions": (None, "abc", {"a": 1}, 3),
+    **dict.fromkeys(("batch_size", "reserved_bytes", "plain_peak_bytes", "offloaded_bytes"), (*NO_COUNTS, None, 10**400)),
+    "copy_window": (*NO_COUNTS, None, -3, "a"),
+    "budget_bytes": NO_COUNTS,
+    **dict.fromkeys(("planned_seconds", "plain_seconds", "recompute_seconds"), (-1, "x", None, True, NAN, float("inf"))),
+    **dict.fromkeys(("compiled", "recompute"), ("no", None, 1)),
+    "peak_layer": (None, 3),
+    "layers": ((), "abc", None, (1,), (["l3"],), 3),
+    "saved": (None, "abc", 3),
+    "tensor": ([], {}, None, 3),
+    "tier": (None, ["host"], "disk", 3),
+    "prefetch_at": (*NO_COUNTS, "3", 3, 10**6),
+    "nbytes": (*NO_COUNTS, None, "many"),
+}
+"""Field -> what it cannot hold."""
+
+
+def adopt(graph, plan):
+    limits = {"batch_size": 1, "reserved_bytes": 0, "budget_bytes": None}
+    return adopt_plan(graph, plan, cost_model=MODEL, compiled=False, **limits)
+
+
+DOORS = {
+    "from_json": lambda graph, plan: Plan.from_json(plan.to_json()),
+    "Settings": lambda graph, plan: Settings(plan=plan),
+    "Settings from text": lambda graph, plan: Settings(plan=plan.to_json()),
+    "adopt_plan": adopt,
+}
+"""Where a plan comes in; `SNModel(..., plan=...)` makes `Settings`."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_field_that_holds_what_it_cannot_is_named_with_its_region(name, door):
+    graph, _ = chain()
+    owner = "the plan" if name in Plan.__dataclass_fields__ else ".*region 1"
+    for value in WRONG[name]:
+        with pytest.raises(PlanError, match=rf"`{name}` of {owner} must be .*Received: {name}="):
+            DOORS[door](graph, edited(name, value))
+
+
+@pytest.mark.parametrize("name", ["layers", "saved", "recompute", "tensor", "tier", "prefetch_at"])
+def test_regions_are_checked_without_their_plan_too(name):
+    graph, _ = chain()
+    for value in WRONG[name]:
+        with pytest.raises(PlanError, match=rf"`{name}` of .*region 1 must be"):
+            check_regions(graph, edited(name, value).regions)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("policy", policy) for policy in (*POLICIES, "dict")),
+        *(("copy_window", window) for window in (0, 1, 100, 10**9)),  # of its own copies, and of none
+        *(("prefetch_at", start) for start in (None, 1, 2)),
+        *(("budget_bytes", budget) for budget in (None, 0, 10**30)),
+        ("batch_size", 0),
+        ("planned_seconds", 1),
+    ],
+)
+def test_legal_fields_pass_every_door(name, value):
+    graph, _ = chain()
+    plan = edited(name, value)
+    assert Plan.from_json(plan.to_json()) == plan
+    for door in DOORS.values():
+        door(graph, plan)
+
+
+def test_lists_are_as_good_as_tuples():
+    graph, regions = chain()
+    lists = [replace(region, layers=list(region.layers), saved=list(region.saved)) for region in regions]
+    for door in DOORS.values():
+        door(graph, plan_of_chain(regions=lists))
+
+
+def spoiled_text(**of_region):
+    fields = json.loads(plan_of_chain().to_json())
+    fields["regions"][1] |= of_region
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "[]", "3", '"abc"', "{}", '{"regions": [1]}', "\x00", None, 3),
+        *(pytest.param(text, id=text[:12]) for text in ("[" * 100_000, '{"regions":' * 50_000, '{"batch_size":' + "9" * 5000)),
+        plan_of_chain().to_json().replace("{", '{"zzz": 1, ', 1),
+        *(spoiled_text(**{name: ["l3"]}) for name in ("colour", "saved")),
+        spoiled_text(saved=[{"tensor": "t2", "colour": 1}]),
+    ],
+)
+def test_a_text_that_is_no_plan(text):
+    with pytest.raises(PlanError, match="Received: ") as raised:
+        Plan.from_json(text)
+    assert len(str(raised.value)) < 400
 
 
 def test_plans_survive_json():
