@@ -174,9 +174,10 @@ def specs_of_calls(calls: Sequence[Any], known: dict[int, Any], batch_size: int)
 
 def variables_of(operation: Any) -> list[keras.Variable]:
     """All variables of a layer, those of metrics inside it too; none for an operation that is no layer."""
-    recurrent = [layer for layer in keras_internals.sublayers(operation) if isinstance(layer, keras.layers.RNN) and layer.stateful]
+    recurrent = [layer for layer in keras_internals.sublayers(operation) if isinstance(layer, keras.layers.RNN)]
     # Keras does not count what a stateful layer remembers among its variables.
-    remembered = [one for layer in recurrent for one in keras.tree.flatten(layer.states) if isinstance(one, keras.Variable)]
+    states = keras.tree.flatten([layer.states for layer in recurrent if layer.stateful])
+    remembered = [one for one in states if isinstance(one, keras.Variable)]
     return [*getattr(operation, "variables", []), *getattr(operation, "metrics_variables", []), *remembered]
 
 

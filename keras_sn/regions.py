@@ -192,8 +192,8 @@ class RegionFunction:
             raise UsesGlobalSeed(seed)
         call = next(call for call, ids in updated if ids - own - {id(seed)})
         raise UnsupportedModelError(
-            f"Layer {call.operation.name!r} updates a variable that it does not own. Make the variable an attribute of the layer, "
-            f"or keep the layer by a dict policy. Received: layer call {call.name!r}"
+            f"Layer {call.operation.name!r} updates a variable that it does not own. Make the variable an attribute of the "
+            f"layer, or keep the layer by a dict policy. Received: layer call {call.name!r}"
         )
 
 

@@ -15,6 +15,7 @@ import keras_sn
 from keras_sn import planning
 from keras_sn.batches import first_inputs
 from keras_sn.errors import BudgetError, PlanError, UnsupportedModelError
+from keras_sn.plan import Plan, Region, Saved
 
 rewriting_off()
 
@@ -358,6 +359,90 @@ def test_what_is_known_of_a_batch_without_reading():
     assert first_inputs({"x": X, "missing": None}, 5, needs_shapes=True)["x"].shape == (5, 8)
     loader = type("Loader", (), {"__module__": "torch.utils.data.dataloader", "batch_size": 5, "__iter__": None})()
     assert first_inputs(loader, None, needs_shapes=False).shape == (5,)
+
+
+def _random_regions(random):
+    """Regions of the model below with saved tensors, places and prefetches at random."""
+    names, made = ["a", "b", "c", "d", "e"], {"a": ["x", "a"], "b": ["a", "b"], "c": ["b", "c"], "d": ["c", "d"], "e": ["d", "e"]}
+    ends = sorted({*random.choice(range(1, 5), random.integers(0, 4)), 5})
+    regions, start = [], 0
+    for end in ends:
+        layers = tuple(names[start:end])
+        own = sorted({tensor for layer in layers for tensor in made[layer]} - {"e"})
+        saved = [
+            Saved(
+                tensor,
+                "device" if tensor == "x" else str(random.choice(["device", "device", "host", "recompute"])),
+                prefetch_at=int(random.integers(0, len(ends))),
+            )
+            for tensor in own
+            if random.random() < 0.6
+        ]
+        saved = [replace(one, prefetch_at=None) if not one.is_away else one for one in saved]
+        is_kept = random.random() < 0.2
+        regions.append(Region(layers, () if is_kept else tuple(saved), not is_kept))
+        start = end
+    return tuple(regions)
+
+
+def _narrow():
+    inputs = x = keras.Input((8,), name="x")
+    for name, width in (("a", 8), ("b", 6), ("c", 8), ("d", 6), ("e", 2)):
+        x = L.Dense(width, activation=None if name == "e" else "tanh", name=name)(x)
+    return keras.Model(inputs, x)
+
+
+def test_any_edited_plan_is_refused_or_trains_with_the_same_numbers():
+    random, outcomes = np.random.default_rng(1), {"refused": 0, "equal": 0}
+    keras.utils.set_random_seed(5)
+    plain = _narrow()
+    weights = plain.get_weights()
+    plain.compile("sgd", "mse", run_eagerly=True)
+    expected = plain.fit(X, Y, batch_size=4, shuffle=False, verbose=0).history["loss"]
+    for _ in range(120):
+        plan = Plan("dict", 4, _random_regions(random), 0, 0, 0)
+        model = keras_sn.SNModel.from_model(_narrow(), plan=plan)
+        model.set_weights(weights)
+        model.compile("sgd", "mse", run_eagerly=True)
+        try:
+            model.build_plan(4)
+        except PlanError:
+            outcomes["refused"] += 1
+            continue
+        assert model.fit(X, Y, batch_size=4, shuffle=False, verbose=0).history["loss"] == expected, plan.regions
+        outcomes["equal"] += 1
+    assert min(outcomes.values()) > 10, outcomes
+
+
+@pytest.mark.parametrize("policy", ["none", "recompute", {"*": "recompute"}])
+@pytest.mark.parametrize("eager", [False, True])
+def test_trainable_that_changes_without_compile_acts_when_keras_traces_again(policy, eager):
+    outcomes = []
+    for convert in (lambda model: model, lambda model: keras_sn.SNModel.from_model(model, policy=policy)):
+        keras.backend.clear_session(free_memory=False)
+        keras.utils.set_random_seed(5)
+        model = convert(_plain())
+        model.compile("sgd", "mse", **({"run_eagerly": True} if eager else {"jit_compile": False}))
+        losses, kernels = [], []
+
+        def fit(size, model=model, losses=losses, kernels=kernels):
+            losses.extend(model.fit(X, Y, batch_size=size, shuffle=False, verbose=0).history["loss"])
+            kernels.append(np.array(model.get_layer("a").kernel))
+
+        fit(4)
+        model.get_layer("a").trainable = False
+        fit(4)  # the step goes on as it was traced, with a warning of Keras
+        model.get_layer("b").trainable = False
+        fit(3)  # another size: it is traced again
+        model.get_layer("a").trainable = True
+        fit(4)
+        losses.append(model.train_on_batch(X[:2], Y[:2]))
+        outcomes.append((losses, kernels))
+    assert outcomes[0][0] == outcomes[1][0]
+    for ours, theirs in zip(outcomes[0][1], outcomes[1][1], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    moved = [bool(np.any(a != b)) for a, b in zip(outcomes[0][1], outcomes[0][1][1:], strict=False)]
+    assert moved == ([False, False, True] if eager else [True, False, True])
 
 
 def test_a_training_step_does_not_look_at_all_variables(monkeypatch):
