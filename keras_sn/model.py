@@ -1,6 +1,7 @@
 """The Keras face: `SNModel`, a `keras.Model` whose training calls run by a plan. Everything else is Keras' own code.
 
-What is particular to graphs of layers is in `functional`, to models with their own `call()` in `subclassed`.
+How it trains is in `training`; what is particular to graphs of layers in `functional`, to models with their own `call()` in
+`subclassed`, and to files and copies in `files`.
 """
 
 import functools
@@ -11,26 +12,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_sn import device, files, keras_internals
-from keras_sn.batches import count_samples, first_inputs, replayed, taken, unpacked, whole_batch
-from keras_sn.compiling import BackgroundCompiler
-from keras_sn.differentiation import asked_here
+from keras_sn import files, keras_internals
+from keras_sn.batches import count_samples
 from keras_sn.errors import PlanError
 from keras_sn.layer_calls import ModelTrace
 from keras_sn.log import log
-from keras_sn.passes import assign_all
 from keras_sn.plan import Plan
-from keras_sn.planning import NOT_SETTLED, InForce, Shapes
+from keras_sn.planning import InForce, Shapes
 from keras_sn.policies import Policy
-from keras_sn.report import MeasuredPeak, out_of_memory_explained, plan_line
+from keras_sn.report import plan_line
 from keras_sn.settings import Settings
 from keras_sn.subclassed import ChildPlanner
 from keras_sn.supported import check_supported
-from keras_sn.updates import GroupedUpdate, grouped_update
-from keras_sn.verification import verify_first_step
+from keras_sn.training import PlannedTraining
 
 
-class SNModel(keras.Model):
+class SNModel(PlannedTraining):
     """A `keras.Model` that trains within a memory budget, with the numbers of plain Keras.
 
     A subclass with its own `call()` takes the same arguments; there each call of a direct child layer is recomputed, offloaded or
@@ -151,11 +148,6 @@ class SNModel(keras.Model):
 
     # --- the plan
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None before the first training step or `build_plan`."""
-        return self._now.plan
-
     def build_plan(self, batch_size: int, inputs: Any = None) -> Plan:
         """Plans the training step for a batch size, and puts the plan in force. `fit` does this by itself.
 
@@ -219,6 +211,31 @@ class SNModel(keras.Model):
     def _region_jit(self) -> bool:
         return self._wants_jit() if self._now.region_jit is None else self._now.region_jit
 
+    def _wants_jit(self) -> bool:
+        """Whether regions are compiled by XLA: as Keras decides, but a layer that XLA cannot compile counts for its region."""
+        asked = keras_internals.asked_for_jit(self) if self.compiled else "auto"
+        if asked == "auto":
+            return keras_internals.would_jit(self)
+        return bool(asked) and not self.run_eagerly
+
+    @contextmanager
+    def plan_set_aside(self) -> Iterator[None]:
+        """Inside, the model runs as plain Keras."""
+        self._now.is_aside = True
+        try:
+            yield
+        finally:
+            self._now.is_aside = False
+
+    @contextmanager
+    def regions_compiled(self, jit: bool) -> Iterator[None]:
+        """Inside, regions are compiled by XLA, or none is."""
+        before, self._now.region_jit = self._now.region_jit, jit
+        try:
+            yield
+        finally:
+            self._now.region_jit = before
+
     # --- models with their own `call()`; graphs of layers override these
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,144 +260,6 @@ class SNModel(keras.Model):
 
     def _region_weights(self) -> list[list[keras.Variable]]:
         return [layer.trainable_variables for layer in self.layers]
-
-    # --- the training step
-
-    def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self.compiled and x is not None and self._is_planned():
-            if self.run_eagerly or self.train_function is None:  # a traced step goes on with what it was traced for
-                self._now.settled_for = NOT_SETTLED
-            x = self._plan_or_wait(x, y, batch_size, kwargs)
-            self._report_measured_peak(kwargs)
-        try:
-            with out_of_memory_explained(lambda: self.plan):
-                return super().fit(x, y, batch_size, *args, **kwargs)
-        finally:
-            self._stop_waiting()
-
-    fit.__doc__ = keras.Model.fit.__doc__
-
-    def _plan_or_wait(self, x: Any, y: Any, batch_size: int | None, arguments: dict[str, Any]) -> Any:
-        """Plans, if it is known what batches will look like; else, the first of them will tell. Returns what to train on."""
-        inputs = first_inputs(x, batch_size, needs_shapes=self._needs_shapes())
-        with self.distribute_strategy.scope():
-            is_distributed = tf.distribute.has_strategy()
-        if is_distributed:  # an iterator over replicas cannot be put back to its first batch
-            x, batch = whole_batch(x, y, arguments.get("sample_weight"), batch_size) if self._needs_batch(inputs) else (x, None)
-            self._plan_for_batch(inputs if batch is None else batch[0], self.distribute_strategy.num_replicas_in_sync)
-            self._verify(*(batch or ()))
-            return x
-        if inputs is not None:
-            self._plan_for_batch(inputs)
-        self._now.waits_for_batch = self._needs_batch(inputs)
-        return x
-
-    def _needs_batch(self, inputs: Any) -> bool:
-        return inputs is None or (self.settings.verify is not None and not self._now.is_verified)
-
-    def _train_on_first_batch(self, iterator: Any) -> Any:
-        """The first call of the training loop, in the place of `train_function`: plans for the batch that has come."""
-        self._stop_waiting()
-        batches = taken(iterator, self.steps_per_execution)
-        x, y, sample_weight = unpacked(batches[0])
-        self._plan_for_batch(x)
-        self._verify(x, y, sample_weight)
-        self.make_train_function()
-        train: Any = self.train_function
-        return train(replayed(batches, iterator))
-
-    def _stop_waiting(self) -> None:
-        if self._now.waits_for_batch:
-            self.train_function, self._now.waits_for_batch = self._now.put_aside, False
-            self._now.put_aside = None
-
-    def _verify(self, *batch: Any) -> None:
-        if self.settings.verify is not None and not self._now.is_verified:
-            verify_first_step(self, self._now.planned.trace.calls, batch)
-            self._now.is_verified = True
-
-    @contextmanager
-    def plan_set_aside(self) -> Iterator[None]:
-        """Inside, the model runs as plain Keras."""
-        self._now.is_aside = True
-        try:
-            yield
-        finally:
-            self._now.is_aside = False
-
-    @contextmanager
-    def regions_compiled(self, jit: bool) -> Iterator[None]:
-        """Inside, regions are compiled by XLA, or none is."""
-        before, self._now.region_jit = self._now.region_jit, jit
-        try:
-            yield
-        finally:
-            self._now.region_jit = before
-
-    def _report_measured_peak(self, arguments: dict[str, Any]) -> None:
-        callbacks = arguments.get("callbacks")
-        if not isinstance(callbacks, keras.callbacks.CallbackList):
-            arguments["callbacks"] = [*keras.tree.flatten(callbacks or []), MeasuredPeak()]
-
-    def train_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if self.compiled and self._is_planned():
-            self._plan_for_batch(x)
-            self._verify(x, y, sample_weight)
-        with out_of_memory_explained(lambda: self.plan):
-            return super().train_on_batch(x, y, sample_weight, *args, **kwargs)
-
-    train_on_batch.__doc__ = keras.Model.train_on_batch.__doc__
-
-    def make_train_function(self, force: bool = False) -> Any:
-        """Keras' own; where the plan has regions they are compiled by themselves, and the step around them is not."""
-        if self._now.waits_for_batch:
-            self._now.put_aside, self.train_function = self.train_function, self._train_on_first_batch
-            return None
-        if self._now.plan is None or self._now.plan.is_plain or (self.train_function is not None and not force):
-            return super().make_train_function(force)
-        outer_jit, self._now.region_jit = self.jit_compile, self._wants_jit()
-        # On a CPU XLA tries nothing out, and a call on zeros takes about as long as compiling it.
-        compiles_ahead = self._now.region_jit and device.has_gpu()
-        self._now.compiler = BackgroundCompiler() if compiles_ahead else None
-        self._now.update = GroupedUpdate(self._region_weights(), jit=self._now.region_jit)
-        try:
-            self.jit_compile = False
-            return super().make_train_function(force)
-        finally:
-            self.jit_compile = outer_jit
-
-    def _wants_jit(self) -> bool:
-        """Whether regions are compiled by XLA: as Keras decides, but a layer that XLA cannot compile counts for its region."""
-        asked = keras_internals.asked_for_jit(self) if self.compiled else "auto"
-        if asked == "auto":
-            return keras_internals.would_jit(self)
-        return bool(asked) and not self.run_eagerly
-
-    def train_step(self, data: Any) -> Any:
-        """Keras' own; state and weights change together, after all gradients exist (except under `tf.distribute`)."""
-        with asked_here():
-            return self._train_step(data)
-
-    def _train_step(self, data: Any) -> Any:
-        is_keras_own = self._now.plan is None or self._now.plan.is_plain or self.optimizer is None
-        if is_keras_own or tf.distribute.has_strategy():  # there, a thread for each replica runs this at the same time
-            return super().train_step(data)
-        self._now.waiting_updates = []
-
-        def assign_state() -> None:
-            assign_all(self._now.waiting_updates)
-            self._now.waiting_updates.clear()
-
-        try:
-            with grouped_update(self.optimizer, self._now.update, before_update=assign_state):
-                logs = super().train_step(data)
-            assign_state()
-        finally:
-            self._now.waiting_updates = None
-            if self._now.compiler is not None:
-                self._now.compiler.wait()
-                device.reset_peak()  # of what XLA has tried out
-        return logs
 
 
 def _is_functional(args: tuple, kwargs: Mapping[str, Any]) -> bool:

@@ -150,7 +150,7 @@ def _margin_for_pieces(budget_bytes: int | None) -> float:
 
 def _may_update_early(model: Any) -> bool:
     """Whether a training step updates weights as soon as their own gradients exist."""
-    is_own_step = type(model).train_step.__module__ == "keras_sn.model"  # not a user's, who may hold all gradients
+    is_own_step = type(model).train_step.__module__ == "keras_sn.training"  # not a user's, who may hold all gradients
     if not is_own_step or not model.compiled or model.optimizer is None or model.run_eagerly:
         return False
     if tf.distribute.has_strategy() or needs_all_gradients(model.optimizer):

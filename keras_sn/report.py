@@ -222,11 +222,23 @@ def out_of_memory_explained(plan: Callable[[], Plan | None]) -> Iterator[None]:
         if (found := plan()) is not None:
             error.add_note(
                 f"keras_sn planned {format_bytes(found.planned_peak_bytes)} at {found.peak_layer or 'the peak'} for batches of "
-                f"{found.batch_size}. TensorFlow's allocator needs each block in one piece, and what is free may lie in several: "
-                "call `keras_sn.configure_gpu(allocator='cuda_malloc_async')` before the model is made, or give a smaller "
-                "`memory_budget`."
+                f"{found.batch_size}. {_what_to_do()}"
             )
         raise
+
+
+def _what_to_do() -> str:
+    if not device.has_gpu():
+        return "Give a smaller `memory_budget`."
+    if device.undivided_bytes() is None:
+        return (
+            "XLA's tuning of convolutions takes memory too, and loses what it was given where more was refused: give a smaller "
+            "`memory_budget` or batch."
+        )
+    return (
+        "TensorFlow's allocator needs each block in one piece, and what is free may lie in several: call "
+        "`keras_sn.configure_gpu(allocator='cuda_malloc_async')` before the model is made, or give a smaller `memory_budget`."
+    )
 
 
 class MeasuredPeak(keras.callbacks.Callback):

@@ -111,8 +111,8 @@ class ChildPlanner:
         if type(model).call is keras.Model.call:
             raise UnsupportedModelError(
                 f"Model {model.name!r} has no `call()`, so there is nothing to plan. Convert the networks that it trains "
-                "(`keras_sn.SNModel.from_model`), wrap blocks of theirs in `keras_sn.layers.Recompute`, and derive the class "
-                f"from `keras.Model`, or give it `policy='none'`. Received: {model!r}"
+                "(`keras_sn.SNModel.from_model`, then `build_plan(batch_size)`), and derive the class from `keras.Model`, or "
+                f"give it `policy='none'`. Received: {model!r}"
             )
         try:
             yield

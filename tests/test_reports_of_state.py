@@ -73,7 +73,7 @@ def _traces(policy):
     model.train_step = lambda data: traced.append(tuple(data[0].shape)) or real(data)
     compiled(model)
     for length in (3, 6, 4, 6, 3):
-        fit(model, X[:, :length], epochs=2)
+        fit(model, X[:, :length], epochs=2, batch_size=3)  # of eight samples, two are left
     return traced, model
 
 
@@ -82,6 +82,28 @@ def test_new_lengths_and_last_batches_are_not_traced_more_often():
     plain, _ = _traces(None)
     planned, _ = _traces(RECOMPUTE_EACH)
     assert len(planned) <= len(plain)
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE_EACH, "recompute", "offload"])
+def test_an_optional_input_may_come_and_go(policy):
+    class AddIfGiven(L.Layer):
+        def call(self, x, extra=None):
+            return x if extra is None else x + ops.mean(extra, axis=-1, keepdims=True)
+
+    def build():
+        x, extra = keras.Input((8,), name="x"), keras.Input((6,), name="extra", optional=True)
+        hidden = AddIfGiven()(L.Dense(8, "tanh")(x), extra)
+        return keras.Model({"x": x, "extra": extra}, L.Dense(2)(L.Dropout(0.2)(L.Dense(8, "relu")(hidden))))
+
+    def train(model):
+        compiled(model)
+        given = X[:, 0], X[:, 1, :6]
+        logs = {}
+        for turn, extra in enumerate((None, given[1], None, given[1])):
+            logs |= {f"{turn}/{key}": one for key, one in fit(model, {"x": given[0], "extra": extra}).items()}
+        return logs
+
+    assert_trains_equal(build, train, (policy,))
 
 
 def test_one_line_on_an_existing_model():

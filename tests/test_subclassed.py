@@ -332,6 +332,47 @@ def test_what_cannot_be_planned_is_refused_unless_nothing_is_asked(kind, eager, 
         model.fit(X, X, verbose=0)
 
 
+class Adversarial(keras.Model):
+    """Trains two networks by turns."""
+
+    def __init__(self, judge, forger):
+        super().__init__()
+        self.judge, self.forger, self.seed = judge, forger, keras.random.SeedGenerator(3)
+        self.loss_of = keras.losses.BinaryCrossentropy(from_logits=True)
+        self.of_judge, self.of_forger = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01)
+
+    def train_step(self, x):
+        ones = keras.ops.ones((keras.ops.shape(x)[0], 1))
+        forged = functools.partial(self.forger, keras.random.normal((keras.ops.shape(x)[0], 4), seed=self.seed), training=True)
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(ones, self.judge(x, training=True)) + self.loss_of(0 * ones, self.judge(forged(), training=True))
+        weights = self.judge.trainable_weights
+        self.of_judge.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            deceived = self.loss_of(ones, self.judge(forged(), training=True))
+        weights = self.forger.trainable_weights
+        self.of_forger.apply_gradients(zip(tape.gradient(deceived, weights), weights, strict=True))
+        return {"judge": loss, "forger": deceived}
+
+
+def test_networks_that_another_model_trains():
+    data = tf.data.Dataset.from_tensor_slices(X[:, 0]).batch(4)
+    histories = []
+    for convert in (lambda network: network, functools.partial(keras_sn.SNModel.from_model, policy={"*": "recompute"})):
+        keras.backend.clear_session(free_memory=False)
+        keras.utils.set_random_seed(3)
+        judge = keras.Sequential([keras.Input((8,)), L.Dense(8, activation="gelu"), L.Dropout(0.3), L.Dense(1)])
+        forger = keras.Sequential([keras.Input((4,)), L.Dense(8, activation="gelu"), L.BatchNormalization(), L.Dense(8)])
+        networks = [convert(network) for network in (judge, forger)]
+        for network in networks:
+            if isinstance(network, keras_sn.SNModel):
+                assert network.build_plan(4).regions
+        model = Adversarial(*networks)
+        model.compile(jit_compile=False)
+        histories.append(model.fit(data, epochs=2, verbose=0).history)
+    assert histories[0] == histories[1]
+
+
 def test_a_plan_of_its_own_is_adopted():
     specs = tf.TensorSpec((None, 16, 64))
     plan = wide(policy="recompute").build_plan(4, inputs=specs)

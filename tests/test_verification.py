@@ -96,7 +96,8 @@ def test_layers_that_draw_from_the_global_seed_are_verified():
 
 
 def test_replicas_are_verified(caplog):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    # TensorFlow's collective operations of a second strategy in a process may meet those of the first.
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
     with strategy.scope():
         inputs = keras.Input((6,))
         x = L.Dropout(0.2)(L.BatchNormalization()(L.Dense(6)(inputs)))
