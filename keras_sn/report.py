@@ -50,6 +50,8 @@ def format_plan(plan: Plan, width: int = 100) -> str:
 def plan_line(plan: Plan) -> str:
     """A plan in one line: budget, plain peak, planned peak, regions, offloaded bytes, slow-down."""
     budget = f"budget {format_bytes(plan.budget_bytes)}" if plan.budget_bytes else "no budget"
+    if plan.budget_bytes and plan.planned_peak_bytes > plan.budget_bytes and not plan.is_plain:
+        budget += f", {format_bytes(plan.planned_peak_bytes - plan.budget_bytes)} less than planned"  # not by policy "auto"
     if plan.is_plain:
         fits = "fits" if plan.budget_bytes is None or plan.plain_peak_bytes <= plan.budget_bytes else "does not fit"
         return f"{budget} | plain Keras {fits}: {format_bytes(plan.plain_peak_bytes)} planned | Keras' own train step"

@@ -110,6 +110,43 @@ def test_alexnet_recomputation(alexnet_200, strategy, extra, peak_mib, step):
     assert paper_step(timeline) == step
 
 
+SIZES = {
+    "CONV1": 221.558,
+    "POOL4": 53.394,
+    "CONV5": 142.383,
+    "POOL8": 33.008,
+    "CONV9": 49.512,
+    "CONV11": 49.512,
+    "CONV13": 33.008,
+}
+SIZES |= {"POOL15": 7.031, "FC16": 3.125, "FC19": 3.125, "FC22": 0.763}
+
+
+def test_alexnet_sizes_of_single_layers(alexnet_200):
+    nbytes, graph = alexnet_200.nbytes, alexnet_200.graph
+    sizes = {layer.name: nbytes[layer.outputs[0]] / MIB for layer in graph.layers}
+    assert {name: sizes[name] for name in SIZES} == pytest.approx(SIZES, abs=5e-4)
+    assert graph.tensors[graph.inputs[0]].nbytes / MIB == pytest.approx(117.941, abs=5e-4)
+    same = [one for one in graph.layers if one.layer_type in ("ACT", "LRN")]
+    assert len(same) == 9
+    assert all(nbytes[one.outputs[0]] == nbytes[one.inputs[0]] for one in same)
+    step = alexnet_200.liveness.steps[31]
+    working_set = sum(nbytes[tensor] for tensor in step.reads | step.writes)
+    assert working_set / MIB == pytest.approx(80.078, abs=5e-4)  # four tensors; the text says three
+
+
+def test_alexnet_reductions(alexnet_200):
+    """Per stage, of the baseline or in MiB (section 4.1); the paper's last two stages are a tenth of a MiB off ours."""
+    baseline = alexnet_200.liveness.baseline_bytes
+    alive = alexnet_200.liveness.peak_bytes
+    offloaded = alexnet_200.offloaded(alexnet_200.steps, alexnet_200.convolutions).peak_bytes
+    least = alexnet_200.offloaded(alexnet_200.recomputed("cost-aware"), alexnet_200.convolutions).peak_bytes
+    assert 100 * (1 - alive / baseline) == pytest.approx(31.97, abs=5e-2)  # printed as 31.9
+    assert (alive - offloaded) / MIB == pytest.approx(357.2, abs=0.15)
+    assert (offloaded - least) / MIB == pytest.approx(245.77, abs=0.1)
+    assert 100 * (1 - least / baseline) == pytest.approx(59.5, abs=5e-2)
+
+
 def test_alexnet_segments_and_l_peak(alexnet_200):
     assert [len(segment.layers) for segment in alexnet_200.segments] == [3, 3, 1, 1, 2, 2, 2]
     assert alexnet_200.layer_peak_bytes / MIB == pytest.approx(886.230, abs=5e-4)

@@ -74,21 +74,23 @@ def test_what_is_left_out_fails_in_plain_keras_too(name, mode, dtype):
         train_plain(name, mode, dtype)
 
 
-@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.full), "siamese"])
+@pytest.mark.parametrize("name", [one if one == "siamese" else pytest.param(one, marks=pytest.mark.full) for one in ZOO])
 def test_equal_at_every_budget(name):
     """From just less than plain Keras needs down to the least that any policy needs."""
     peaks = []
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(ZOO[name].data(np.random.default_rng(1)))
+    batch = keras.tree.map_structure(lambda array: None if array is None else array[:BATCH], x)
     for policy in ("recompute", "offload", "superneurons"):
         model = keras_sn.SNModel.from_model(ZOO[name].build(), policy=policy)
         model.compile(keras.optimizers.SGD(momentum=0.9), jit_compile=False)
-        plan = model.build_plan(BATCH)
+        plan = model.build_plan(BATCH, batch)
         peaks.append(plan.planned_peak_bytes)
     budgets = {plan.plain_peak_bytes - 64, (plan.plain_peak_bytes + max(peaks)) // 2, *peaks}
     plain = train_plain(name, "graph", "float32")
     for room in sorted(budgets):
         if room < plan.plain_peak_bytes:
             budget = int(room / (1 - MARGIN)) + 1
-            assert_equal(train(name, "graph", "float32", "auto", memory_budget=budget), plain, exact=True)
+            assert_equal(train(name, "graph", "float32", "auto", memory_budget=budget), plain, exact=name not in ROUNDED)
 
 
 def _planned(inputs, x):

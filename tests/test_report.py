@@ -207,6 +207,8 @@ def test_a_plan_in_one_line(graph):
     assert re.search(rf"{100 * (plan.slowdown - 1):.0f} % slower \(planned\)$", plan_line(plan))
     assert "\n" not in plan_line(plan)
     assert plan_line(PLAN).endswith("0 % slower (planned)")
+    assert "less than planned" not in plan_line(plan)
+    assert ", 2.00 KiB less than planned | " in plan_line(replace(plan, budget_bytes=plan.planned_peak_bytes - 2048))
     assert plan_line(replace(PLAN, planned_seconds=0.4)).endswith("20 % faster (planned)")
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_planner_oracle import MODEL, random_layers
 from test_planner_properties import random_graph
@@ -32,10 +33,27 @@ def test_every_planned_schedule_is_legal(seed):
             except BudgetError:
                 continue
             assert Plan.from_json(plan.to_json()) == plan
+            assert plan.planned_peak_bytes <= share * plain or policy != "auto"
             if plan.regions:
                 check_regions(as_compiled(graph) if plan.compiled else graph, plan.regions)
     for strategy in STRATEGIES:
         check_regions(graph, superneurons_regions(graph, int(0.5 * plain), strategy=strategy))
+
+
+@pytest.mark.parametrize("seeds", [range(3, 15), pytest.param(range(15, 200), marks=pytest.mark.full)])
+def test_any_graph_and_any_budget_give_a_legal_plan_within_it_or_none(seeds):
+    for seed in seeds:
+        graph = random_graph(seed) if seed % 2 else random_layers(seed, 10, is_chain=False)
+        arguments = {"batch_size": 1, "reserved_bytes": 0, "cost_model": MODEL, "compiled": seed % 3 == 0}
+        plain = make_plan(graph, "none", **arguments).plain_peak_bytes
+        budget = int(np.random.default_rng(seed).uniform(0.2, 1.1) * plain)
+        try:
+            plan = make_plan(graph, "auto", budget_bytes=budget, **arguments)
+        except BudgetError:
+            continue
+        assert plan.planned_peak_bytes <= budget
+        if plan.regions:
+            check_regions(as_compiled(graph) if plan.compiled else graph, plan.regions)
 
 
 def chain() -> tuple:
