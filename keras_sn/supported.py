@@ -23,6 +23,12 @@ def check_supported(model: Any) -> None:
             f"Model {model.name!r} is not built, so its layers have no shapes yet. Start it with `keras.Input(shape)`, or call "
             f"`model.build(input_shape)` first. Received: {model!r}"
         )
+    if isinstance(model, keras.Sequential) and not type(model).__module__.startswith("keras."):
+        raise UnsupportedModelError(
+            f"Model {model.name!r} is of a class that derives from `keras.Sequential`, whose methods would be lost. Convert "
+            "`keras.Model(model.inputs, model.outputs)` if they are not needed, or derive the class from `keras_sn.SNModel`. "
+            f"Received: an instance of {type(model).__name__}"
+        )
     if graph is None or not keras_internals.calls_its_graph(model):
         raise UnsupportedModelError(
             f"Model {model.name!r} has its own `call()`, so it cannot be converted: derive its class from `keras_sn.SNModel` "

@@ -562,6 +562,18 @@ def test_a_users_class_can_build_a_graph_in_its_constructor():
 # --- refusals
 
 
+def test_a_class_derived_from_sequential_is_refused_and_its_layers_are_not():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    model = Own([keras.Input((8,)), L.Dense(2)])
+    with pytest.raises(UnsupportedModelError, match=r"keras.Model\(model.inputs, model.outputs\)`.*Received: an instance of Own"):
+        keras_sn.SNModel.from_model(model)
+    converted = keras_sn.SNModel.from_model(keras.Model(model.inputs, model.outputs), policy="recompute")
+    np.testing.assert_array_equal(converted.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
