@@ -183,8 +183,8 @@ class Auto:
             equal = Auto(SpanCosts(self.costs, forced), self.host_bytes)
             found += [one for one in equal.rooms.within(room_bytes) if one.fits(room_bytes, self.host_bytes)]
         others = [one for one in self._named_within(room_bytes) if one.fits(room_bytes, self.host_bytes)]
-        if self.host_bytes != 0 and not self.is_large:
-            others += [one for one in [self.on_device.cheapest(room_bytes)] if one]
+        if self.host_bytes != 0 and not self.is_large and not self._is_slow(found, room_bytes):
+            others += [one for one in [self.on_device.cheapest(room_bytes)] if one]  # what recomputation alone comes to
         allowed = min([(1 + NEARLY) * min(one.seconds for one in found), *(one.seconds for one in others)])
         nearly = [one for one in (*found, *others) if one.seconds <= allowed]
         return min(nearly, key=lambda one: (compiled_calls(self.graph, one.regions, of_kind), one.seconds))
