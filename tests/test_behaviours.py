@@ -246,6 +246,31 @@ def test_gradients_of_gradients(power, graph, offload_all):
                 np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
 
 
+def third_order(model, graph):
+    weights = [v.value for v in model.trainable_variables]
+
+    def step(x):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as middle:
+                middle.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    loss = tf.reduce_sum(model(x, training=True) ** 2)
+                norm = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+            curvature = tf.reduce_sum(middle.gradient(norm, x) ** 2)
+        return [curvature, *outer.gradient(curvature, weights)]
+
+    return run(step, graph, tf.constant(X, "float64"))
+
+
+@MODES
+@pytest.mark.parametrize("policy", [ALL, "offload", "superneurons"], ids=str)
+def test_gradients_of_gradients_of_gradients(policy, graph, offload_all):
+    plain = third_order(chain(dtype="float64"), graph)
+    for a, b in zip(third_order(planned(chain(dtype="float64"), policy), graph), plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
 def two_heads():
     keras.utils.set_random_seed(1)
     inputs = keras.Input((8,))
