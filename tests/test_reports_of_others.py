@@ -36,6 +36,18 @@ def test_a_densenet_as_backbone_with_a_default_fit():
     assert_trains_equal(build, train, ("recompute",))
 
 
+@pytest.mark.full
+def test_the_whole_densenet_121_as_backbone():
+    """keras#21207, with the model of the report."""
+    images = np.random.default_rng(0).normal(size=(8, 32, 32, 3)).astype("float32")
+
+    def build():
+        backbone = keras.applications.DenseNet121(weights=None, include_top=False, input_shape=(32, 32, 3))
+        return stack(keras.Input((32, 32, 3)), backbone)
+
+    assert_trains_equal(build, lambda model: fit(compiled(model), images, Y), ("recompute",))
+
+
 def test_every_weight_of_dense_blocks_has_a_gradient_and_memory_falls():
     """tensorflow#36981: recomputed BN-ReLU-convolution blocks lost gradients, and saved nothing."""
     model = converted(stack(keras.Input((8, 8, 3)), _dense_block, L.AveragePooling2D(2), _dense_block), "recompute")
