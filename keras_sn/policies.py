@@ -31,7 +31,8 @@ def check_policy(policy: Policy) -> None:
     """Raises `PlanError` if `policy` is none."""
     if isinstance(policy, str) and policy in POLICIES:
         return
-    if isinstance(policy, Mapping) and policy and all(action in ACTIONS for action in policy.values()):
+    is_text = isinstance(policy, Mapping) and all(isinstance(one, str) for one in (*policy, *policy.values()))
+    if is_text and policy and all(action in ACTIONS for action in policy.values()):
         return
     raise PlanError(
         f"`policy` must be one of {', '.join(map(repr, POLICIES))}, or a non-empty dict from layer-name patterns to one of "

@@ -214,7 +214,7 @@ def test_a_budget_that_nothing_fits_names_the_layer_and_the_bytes(graph):
 
 def test_policies_that_are_none():
     graph = _chain(2)
-    for policy in ("fast", {}, {"*": "drop"}, 3, None):
+    for policy in ("fast", {}, {"*": "drop"}, {3: "keep"}, {"*": ["keep"]}, 3, None):
         with pytest.raises(PlanError, match="Received: policy="):
             _plan(graph, policy)
     with pytest.raises(PlanError, match=r"block_1_dense.*Received"):
