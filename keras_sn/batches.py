@@ -34,9 +34,7 @@ def first_inputs(x: Any, batch_size: int | None, *, needs_shapes: bool) -> Any:
     if not _is_array(x):
         return None
     size = min(batch_size or 32, count_samples(x))
-    if not needs_shapes:
-        return tf.TensorSpec((size,))
-    return keras.tree.map_structure(lambda one: None if one is None else one[:size], x)
+    return _first_samples(x, size) if needs_shapes else tf.TensorSpec((size,))
 
 
 def taken(iterator: Any, count: int) -> list[Any]:
@@ -88,8 +86,11 @@ def _peeked(x: Any, arrays: tuple, batch_size: int | None) -> tuple[Any, Any]:
         return x, x[0]
     if not _is_array(x):
         return x, next(iter(x))
-    size = min(batch_size or 32, count_samples(x))
-    return x, keras.tree.map_structure(lambda array: None if array is None else array[:size], arrays)
+    return x, _first_samples(arrays, min(batch_size or 32, count_samples(x)))
+
+
+def _first_samples(arrays: Any, size: int) -> Any:
+    return keras.tree.map_structure(lambda array: None if array is None else array[:size], arrays)
 
 
 def _is_array(x: Any) -> bool:

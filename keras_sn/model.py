@@ -5,8 +5,8 @@ How it trains is in `training`; what is particular to graphs of layers in `funct
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -218,23 +218,13 @@ class SNModel(PlannedTraining):
             return keras_internals.would_jit(self)
         return bool(asked) and not self.run_eagerly
 
-    @contextmanager
-    def plan_set_aside(self) -> Iterator[None]:
+    def plan_set_aside(self) -> AbstractContextManager:
         """Inside, the model runs as plain Keras."""
-        self._now.is_aside = True
-        try:
-            yield
-        finally:
-            self._now.is_aside = False
+        return self._now.changed(is_aside=True)
 
-    @contextmanager
-    def regions_compiled(self, jit: bool) -> Iterator[None]:
+    def regions_compiled(self, jit: bool) -> AbstractContextManager:
         """Inside, regions are compiled by XLA, or none is."""
-        before, self._now.region_jit = self._now.region_jit, jit
-        try:
-            yield
-        finally:
-            self._now.region_jit = before
+        return self._now.changed(region_jit=jit)
 
     # --- models with their own `call()`; graphs of layers override these
 

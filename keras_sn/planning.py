@@ -1,7 +1,7 @@
 """The plans that a model has made, by what they depend on, and the one in force."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -81,10 +81,8 @@ class InForce:
     is_aside: bool = False
     """Whether the model runs as plain Keras for now, to be compared with."""
     is_verified: bool = False
-    waits_for_batch: bool = False
-    """Whether only the first batch will tell for what to plan, or is to be verified."""
     put_aside: Any = None
-    """The train function, while one that waits for the first batch is in its place."""
+    """The train function, while one is in its place that waits for the first batch, to plan for it or to verify it."""
     has_masks: bool = False
     """Whether masks have come with the inputs."""
     waiting_updates: list[tuple[keras.Variable, Any]] | None = None
@@ -109,6 +107,16 @@ class InForce:
             plan = _plan(graph, settings, reserved_bytes, compiled, len(reserved))
             self.plans[key] = Planned(plan, traced, shapes, weights)
         return self.plans[key]
+
+    @contextmanager
+    def changed(self, **values: Any) -> Iterator[None]:
+        """Inside, some of what is noted here has other values."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def executor_for(self, make: Callable[[], Any], *key: Any) -> Any:
         """The executor of the plan in force; a new one after anything changed that it depends on."""

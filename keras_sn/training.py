@@ -55,11 +55,15 @@ class PlannedTraining(keras.Model):
             return x
         if inputs is not None:
             self._plan_for_batch(inputs)
-        self._now.waits_for_batch = self._needs_batch(inputs)
+        if self._needs_batch(inputs):
+            self._now.put_aside, self.train_function = self.train_function, self._train_on_first_batch
         return x
 
     def _needs_batch(self, inputs: Any) -> bool:
-        return inputs is None or (self.settings.verify is not None and not self._now.is_verified)
+        return inputs is None or self._is_to_be_verified()
+
+    def _is_to_be_verified(self) -> bool:
+        return self.settings.verify is not None and not self._now.is_verified
 
     def _train_on_first_batch(self, iterator: Any) -> Any:
         """The first call of the training loop, in the place of `train_function`: plans for the batch that has come."""
@@ -73,12 +77,11 @@ class PlannedTraining(keras.Model):
         return train(replayed(batches, iterator))
 
     def _stop_waiting(self) -> None:
-        if self._now.waits_for_batch:
-            self.train_function, self._now.waits_for_batch = self._now.put_aside, False
-            self._now.put_aside = None
+        if self.train_function == self._train_on_first_batch:
+            self.train_function, self._now.put_aside = self._now.put_aside, None
 
     def _verify(self, *batch: Any) -> None:
-        if self.settings.verify is not None and not self._now.is_verified:
+        if self._is_to_be_verified():
             verify_first_step(self, self._now.planned.trace.calls, batch)
             self._now.is_verified = True
 
@@ -98,9 +101,6 @@ class PlannedTraining(keras.Model):
 
     def make_train_function(self, force: bool = False) -> Any:
         """Keras' own; where the plan has regions they are compiled by themselves, and the step around them is not."""
-        if self._now.waits_for_batch:
-            self._now.put_aside, self.train_function = self.train_function, self._train_on_first_batch
-            return None
         if self._now.plan is None or self._now.plan.is_plain or (self.train_function is not None and not force):
             return super().make_train_function(force)
         outer_jit, self._now.region_jit = self.jit_compile, self._wants_jit()

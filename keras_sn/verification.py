@@ -59,8 +59,8 @@ def verify_first_step(model: Any, calls: Sequence[TracedCall], batch: tuple[Any,
     if wrong is None:
         log.info("verified: the first training step by the plan equals plain Keras' (loss %.6g)", float(plain["loss"]))
         return
-    find = _first_unsteady if calls else _first_unsteady_child
-    unsteady = find(model, calls, batch[0], tolerance)
+    x = batch[0]
+    unsteady = _first_unsteady(model, calls, x, tolerance) if calls else _first_unsteady_child(model, x, tolerance)
     place = f", at layer {unsteady!r}, which gives other outputs each time it runs" if unsteady else ""
     raise VerificationError(
         f"By the plan, the {wrong} of the first training step differs from plain Keras'{place}. What a layer remembers in Python "
@@ -131,7 +131,7 @@ def _first_unsteady(model: Any, calls: Sequence[TracedCall], x: Any, tolerance: 
     return None
 
 
-def _first_unsteady_child(model: Any, _: Sequence[TracedCall], x: Any, tolerance: float) -> str | None:
+def _first_unsteady_child(model: Any, x: Any, tolerance: float) -> str | None:
     """The same for a model with its own `call()`: the first call of a child layer."""
     unsteady, name_of = [], CallNames()
 

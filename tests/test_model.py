@@ -341,6 +341,17 @@ def test_a_budget_that_does_not_fit_is_refused_before_data_of_open_size_change_a
     assert model.train_function is None
 
 
+def test_a_fit_that_ends_before_its_first_batch_leaves_the_traced_step():
+    model = keras_sn.SNModel.from_model(_plain(), policy="recompute")
+    model.compile("sgd", "mse", jit_compile=False)
+    data = _numbered([]).batch(4)
+    model.fit(data, verbose=0)
+    traced = model.train_function
+    with pytest.raises(ValueError):  # Keras splits arrays only
+        model.fit(data, validation_split=0.5, verbose=0)
+    assert model.train_function is traced
+
+
 def test_no_data_at_all_end_as_with_plain_keras():
     ends = []
     for convert in (lambda model: model, keras_sn.SNModel.from_model):
