@@ -120,7 +120,7 @@ class _Writer:
         for index, region in enumerate(self.regions):
             for one in region.saved:
                 if one.is_away:
-                    start = index if one.prefetch_at is None else min(max(one.prefetch_at, 0), len(self.regions) - 1)
+                    start = index if one.prefetch_at is None else one.prefetch_at
                     self.returns.setdefault(start, []).append((index, one))
 
     def layer(self, name: str):
